@@ -57,8 +57,8 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 FOLDERS := tests/unit/test_compiled_kernels.py
 EMULATED := tests/emulator/kernels/test_emulated_kernels.py
 # The smallest sample of what other chips than Hopper compile.
-SAMPLE := --alike --dtype bf16 --tower hd72 windows --budget 256 4096
-AHEAD = $(PY) -m fusedvit.runtime.ahead_of_time --jobs $(JOBS)
+SAMPLE := --alike --dtype bf16 --tower Qwen3-VL-8B Qwen2.5-VL-7B --budget 256 4096
+AHEAD = $(PY) -m fusedvit.bench.ahead_of_time --jobs $(JOBS)
 # Without a GPU conftest.py skips the gpu tests, and says so; with one they run by themselves.
 QUICK := $(if $(HAS_GPU),not slow and not gpu,not slow)
 EVERY := $(if $(HAS_GPU),-m "not gpu")

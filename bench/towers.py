@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import nn
 
 from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.model.spec import VisionSpec
 from fusedvit.tolerance import compare
@@ -166,12 +167,17 @@ def depth_name(config: Any) -> str:
     return "depth" if hasattr(config, "depth") else "num_hidden_layers"
 
 
-def spec_of(geometry: Geometry) -> VisionSpec:
-    """The spec of a geometry whose class is installed."""
+def family_and_spec(geometry: Geometry) -> tuple[Family, VisionSpec]:
+    """The family and the spec of a geometry whose class is installed."""
     cls = class_of(geometry)
     family = family_of(geometry.class_name)
     assert cls is not None and family is not None, f"{geometry.class_name} is not installed, or of no family"
-    return family.spec_from_config(cls.config_class(**geometry.numbers))
+    return family, family.spec_from_config(cls.config_class(**geometry.numbers))
+
+
+def spec_of(geometry: Geometry) -> VisionSpec:
+    """The spec of a geometry whose class is installed."""
+    return family_and_spec(geometry)[1]
 
 
 def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:

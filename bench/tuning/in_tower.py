@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fusedvit.bench.timing import Contender, captured, interleaved
+from fusedvit.bench.towers import Geometry, family_and_spec
 from fusedvit.graphs.side_stream import CapturedSideStream
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.tile_configs import Target, budget
@@ -21,7 +22,7 @@ from fusedvit.model.encoder import encode
 from fusedvit.model.items import Item
 from fusedvit.model.merger_overlap import IN_LINE, SideStream
 from fusedvit.model.ops import ops_for
-from fusedvit.model.param_names import buffer_shapes, parameter_shapes, plain_names
+from fusedvit.model.param_names import buffer_shapes, parameter_shapes
 from fusedvit.model.plan import EncoderPlan, plan_for, tasks
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
@@ -36,17 +37,17 @@ HEURISTICS, TUNED = "heuristics", "tuned"
 class WholeTower:
     """A tower with random weights, and times of its graph replays by plan."""
 
-    def __init__(self, spec: VisionSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, device
-        names = plain_names(spec)
-        shapes = dict(parameter_shapes(names, spec)) | dict(buffer_shapes(names, spec))
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+        family, self.spec = family_and_spec(geometry)
+        self.dtype, self.device = dtype, device
+        shapes = dict(parameter_shapes(family.names, self.spec)) | dict(buffer_shapes(family.names, self.spec))
 
         def source(name: str) -> torch.Tensor:
             bound = {"_min": -1e4, "_max": 1e4}.get(name[-4:])
             random = torch.randn(shapes[name], dtype=dtype, device=device).mul_(0.02)
             return random if bound is None else random.fill_(bound)
 
-        self._weights = prepare(spec, names, source)
+        self._weights = prepare(self.spec, family.names, source)
         self._side: SideStream = CapturedSideStream(device) if device.type == "cuda" else IN_LINE
 
     def plan(self, rows: int, entries: Sequence[Entry]) -> EncoderPlan:

@@ -1,5 +1,6 @@
 """`fusedvit compile`: every kernel that a tower launches on a GPU, compiled where there is none, into a folder."""
 
+import itertools
 import json as json_text
 import os
 import time
@@ -10,11 +11,12 @@ from typing import Any
 import triton
 from rich.markup import escape
 
-from fusedvit.bench.towers import GEOMETRIES, known, spec_of
+from fusedvit.bench.towers import GEOMETRIES, family_and_spec, known
 from fusedvit.checkpoint import tower_config
 from fusedvit.cli.console import Outcome, new_console, progress_bar
 from fusedvit.cli.towers import DTYPES
 from fusedvit.errors import InputError, UnsupportedModel, unnamed
+from fusedvit.families.base import Family
 from fusedvit.kernels.codegen_checks import AbsentGPU, Launch, target_named
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
@@ -36,18 +38,17 @@ def run(
         raise InputError(f"--dtype: one of {', '.join(DTYPES)} expected, got {dtype!r}")
     if triton.knobs.runtime.interpret:
         raise InputError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
-    specs = {name: _spec_of(name) for name in model}
+    towers = {name: _tower_of(name) for name in model}
     _make(out)
     _refuse_another_gpu(out, target)
     compilations: dict[Launch, Callable[[], Any]] = {}
-    for spec in specs.values():
-        for takes_bytes in (False, True):
-            compilations |= tower_launches(spec, DTYPES[dtype], target, takes_bytes=takes_bytes)
+    for (family, spec), takes_bytes in itertools.product(towers.values(), (False, True)):
+        compilations |= tower_launches(spec, family.names, DTYPES[dtype], target, takes_bytes)
     triton.runtime.driver.set_active(AbsentGPU(target.capability))
     with progress_bar() as step:
         problems = compiled_kernels.fill(out, list(compilations.values()), jobs or most_children(urgent=True), step)
     kernels = len(compilations) - len(problems)
-    found = compiled_kernels.manifest(gpu, target, list(specs), dtype, kernels)
+    found = compiled_kernels.manifest(gpu, target, list(towers), dtype, kernels)
     if not problems:
         (out / compiled_kernels.MANIFEST).write_text(json_text.dumps(found, indent=1) + "\n", encoding="utf-8")
     seconds = time.monotonic() - begin
@@ -55,13 +56,13 @@ def run(
     return Outcome({"manifest": found, "problems": problems, "seconds": seconds}, not problems)
 
 
-def _spec_of(model: str) -> VisionSpec:
+def _tower_of(model: str) -> tuple[Family, VisionSpec]:
     """Of a name that the other commands know, else of a checkpoint."""
     if model in known():
-        return spec_of(GEOMETRIES[model])
+        return family_and_spec(GEOMETRIES[model])
     family, config = tower_config(model)
     try:
-        return family.spec_from_config(config)
+        return family, family.spec_from_config(config)
     except (ValueError, TypeError) as error:
         raise UnsupportedModel(f"{model}: {unnamed(error)}") from error
 

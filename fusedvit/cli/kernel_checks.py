@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fusedvit.bench.ahead_of_time import Matrix, compile_or_fail, jobs_of
 from fusedvit.bench.towers import random_weights_
 from fusedvit.cli.console import Step, plain
 from fusedvit.cli.towers import TINY
@@ -36,18 +37,16 @@ from fusedvit.model.ops import TRITON, Ops
 from fusedvit.model.plan import plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime.ahead_of_time import Matrix, compile_or_fail, jobs_of
 from fusedvit.runtime.compiled_kernels import end_with_parent
 from fusedvit.tolerance import Comparison, compare
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 COMPILERS = 2  # processes
 PATCHES = 1024
-COMPILED = Matrix((90,), ("bf16",), ("hd72",), (PATCHES,), alike=True)
+COMPILED = Matrix((90,), ("bf16",), ("Qwen3-VL-8B",), (PATCHES,), alike=True)
 WHAT_COMPILED = f"Qwen3-VL-8B's kernels at {PATCHES} patches compiled for sm_90"
 WHAT_INTERPRETED = "one block in Triton's interpreter"
 POLL_SECONDS = 0.2
-H100 = Target(90, 132, 227 * 1024)  # whose tiles are taken where there is no GPU to ask
 ONE_BLOCK = {**TINY, "depth": 1, "deepstack_visual_indexes": [0]}
 ITEMS = (Item(1, 4, 6), Item(2, 2, 4))  # an image and a video of two frames
 
@@ -228,7 +227,7 @@ def encode_once(
 ) -> EncoderOutputs:
     """Prepares the weights and runs `ops` on pixels `[P, C*tp*p*p]`, in buffers of exactly their size."""
     weights = prepare(spec, family.names, family.source(parameters))
-    plan = plan_for(spec, len(pixels), pixels.dtype, H100)
+    plan = plan_for(spec, len(pixels), pixels.dtype, Target())
     buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), pixels.dtype, pixels.device, pixels)
     buffers.grid.copy_(torch.tensor([[item.t, item.h, item.w] for item in items]))
     with torch.inference_mode():

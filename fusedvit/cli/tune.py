@@ -97,7 +97,7 @@ def _of_tower(name: str, tuner: tune.Tuner, entries: list[Entry]) -> tuple[list[
     if not entries:
         return [], {}
     with torch.inference_mode(), progress_bar() as step:
-        tower = in_tower.WholeTower(spec_of(GEOMETRIES[name]), tuner.dtype, tuner.device)
+        tower = in_tower.WholeTower(GEOMETRIES[name], tuner.dtype, tuner.device)
         kept = in_tower.proven(tower, entries, step)
         grids = {workload: GEOMETRIES[name].rows(list(grid)) for workload, grid in WORKLOADS.items()}
         return kept, in_tower.tower_gains(tower, kept, grids)

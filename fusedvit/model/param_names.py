@@ -89,39 +89,7 @@ class WeightNames:
     post_norms: tuple[str, ...] = ()
 
 
-QWEN_MERGER = MergerNames("merger.norm", "merger.fc1", "merger.fc2", "merger.act")
-PLAIN_TAILS: dict[str, TailNames] = {
-    "merger": QWEN_MERGER,
-    "downsample": DownsampleNames(
-        "norm", "downsample", "proj", "proj_norm", "proj_act", ("merger.gate", "merger.up"), "merger.fc2", "merger.act"
-    ),
-    "norm": LastNormNames("norm"),
-    "pool": PoolNames("std_bias", "std_scale"),
-}
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-
-
-QKV = ("blocks.{}.q", "blocks.{}.k", "blocks.{}.v")
-
-
-def plain_names(spec: VisionSpec) -> WeightNames:
-    """Names for a tower of `spec` that belongs to no family: what is only compiled or measured needs no checkpoint."""
-    return WeightNames(
-        patch="patch",
-        norm1="blocks.{}.norm1",
-        qkv=("blocks.{}.qkv",) if not (spec.kv_heads or spec.clipped) else QKV,
-        proj="blocks.{}.proj",
-        norm2="blocks.{}.norm2",
-        fc1=("blocks.{}.gate", "blocks.{}.up") if spec.gated else ("blocks.{}.fc1",),
-        fc2="blocks.{}.fc2",
-        act="blocks.{}.act",
-        merger=PLAIN_TAILS[spec.tail],
-        deepstack=MergerNames("deepstack.{}.norm", "deepstack.{}.fc1", "deepstack.{}.fc2", "deepstack.{}.act"),
-        position="position" if spec.position_side else None,
-        patch_norm="patch_norm" if spec.patch_norm else None,
-        qk_norm=("blocks.{}.q_norm", "blocks.{}.k_norm") if spec.qk_norm else (),
-        post_norms=("blocks.{}.post_norm1", "blocks.{}.post_norm2") if spec.sandwich else (),
-    )
 
 
 def parameter_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:

@@ -75,27 +75,14 @@ class MetaRuns:
         return encoder
 
 
-def run_on_meta(
-    spec: VisionSpec,
-    weights: EncoderWeights,
-    plan: EncoderPlan,
-    dtype: torch.dtype,
-    tokens: int,
-    overlapped: int = 0,
-    rehearsal: bool = True,
-) -> None:
-    """Runs `plan` eagerly on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line.
-
-    Args:
-        rehearsal: leave out what launches no other kernels (see `encode`).
-    """
+def run_on_meta(spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan, dtype: torch.dtype, tokens: int) -> None:
+    """Runs `plan` eagerly on `tokens` patch tokens, as far as it launches other kernels (see `encode`)."""
     side = spec.merge_size
     wide = tokens // side**2 * side - side
     items = [Item(1, side, wide), Item(1, side, side)]  # a frame of each list of tiles
-    capacity = Capacity.of(items, plan.layout(spec))
-    buffers = allocate(spec, capacity, dtype, META, overlap=(overlapped, tokens))
+    buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, META)
     with torch.no_grad():
-        encode(spec, weights, buffers, TRITON, plan, rehearsal=rehearsal)
+        encode(spec, weights, buffers, TRITON, plan, rehearsal=True)
 
 
 def fingerprints_on_meta() -> None:

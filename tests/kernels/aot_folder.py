@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import triton
 
+from fusedvit.families.qwen3 import NAMES
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.hopper.gluon_compat import AVAILABLE
 from fusedvit.model.spec import VisionSpec
@@ -35,7 +36,7 @@ def compiled(found: list[object]) -> int:
 
 root = Path(sys.argv[1])
 triton.runtime.driver.set_active(AbsentGPU(90))
-launches = tower_launches(TINY, torch.bfloat16, target_named("h100"))
+launches = tower_launches(TINY, NAMES, torch.bfloat16, target_named("h100"))
 some = [compiling for launch, compiling in launches.items() if launch.name.startswith(("_load", "_store", "_finger"))]
 assert len(some) >= 4 and AVAILABLE
 problems = compiled_kernels.fill(root / "first", some, 2, lambda *told: None)

@@ -12,13 +12,14 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from fusedvit.bench.towers import GEOMETRIES, family_and_spec
 from fusedvit.kernels import launch
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.launch import FromCache, KernelJob, hash_sources, loading_from_cache
-from fusedvit.runtime.ahead_of_time import TOWERS
+from fusedvit.runtime.captured_encoder import limits_for
 from fusedvit.runtime.kernel_loader import Run
 from fusedvit.runtime.meta_runs import MetaRuns
-from fusedvit.runtime.tower_launches import default_limits, meta_weights
+from fusedvit.runtime.tower_launches import MEMORY, meta_weights
 
 BUDGETS = (64, 256, 1024)
 
@@ -43,7 +44,8 @@ def keys_of(kernel: Any, ask: Any) -> list[str]:
 
 
 def main() -> None:
-    spec, dtype, target = TOWERS[sys.argv[1]], torch.bfloat16, target_named(sys.argv[2])
+    family, spec = family_and_spec(GEOMETRIES[sys.argv[1]])
+    dtype, target = torch.bfloat16, target_named(sys.argv[2])
     triton.runtime.driver.set_active(AbsentGPU(target.capability))
     launches: list[tuple[Any, ...]] = []
     real = KernelJob.of
@@ -53,7 +55,8 @@ def main() -> None:
         launches.append((*given, job))
         return job
 
-    runs, weights = MetaRuns(spec, dtype, default_limits(spec, dtype), lambda: target), meta_weights(spec, dtype, True)
+    runs = MetaRuns(spec, dtype, limits_for(spec, dtype, MEMORY), lambda: target)
+    weights = meta_weights(spec, family.names, dtype, True)
     with mock.patch.object(launch.KernelJob, "of", noted), loading_from_cache(Keys()):
         for run in (*(Run(budget, True, (0, 1, 2)) for budget in BUDGETS), Run(4096, False, (0, 1, 2))):
             runs.launch(run, weights)

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fusedvit.bench.ahead_of_time import compile_or_fail
 from fusedvit.kernels.codegen_checks import Launch, record
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper.gluon_compat import barrier, gl, gluon
 from fusedvit.kernels.linear import linear
 from fusedvit.kernels.tile_configs import LinearConfig
-from fusedvit.runtime.ahead_of_time import compile_or_fail
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedvit.bench import towers
+from fusedvit.bench import ahead_of_time
 from fusedvit.kernels.codegen_checks import (
     MAX_SHARED,
     Launch,
@@ -22,7 +22,6 @@ from fusedvit.kernels.codegen_checks import (
     rewritten_descriptors,
 )
 from fusedvit.kernels.linear import _linear_kernel
-from fusedvit.runtime import ahead_of_time
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("aot_probes.py")
@@ -36,9 +35,8 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_passes_on_what_ships() -> None:
-    done = run(
-        "-m", "fusedvit.runtime.ahead_of_time", "--arch", "90", "--dtype", "bf16", "--tower", "hd72", "--budget", "64"
-    )
+    narrow = ("--arch", "90", "--dtype", "bf16", "--tower", "Qwen3-VL-8B", "--budget", "64")
+    done = run("-m", "fusedvit.bench.ahead_of_time", *narrow)
     assert done.returncode == 0, done.stderr
     assert "kernels compiled, 0 failed" in done.stderr
 
@@ -58,9 +56,9 @@ def test_alike_are_sizes_and_16_bit_types_alone() -> None:
 
 def test_the_first_of_those_alike_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [_launch(64, 2, "bf16"), _launch(64, 2, "fp16"), _launch(64, 3, "bf16"), _launch(128, 3, "bf16")]
-    monkeypatch.setattr(ahead_of_time, "_launches_around_encoder", lambda: [])
+    monkeypatch.setattr(ahead_of_time, "launches_around", lambda _: [])
     monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: every)
-    matrix = ahead_of_time.Matrix((80, 90), ("bf16",), ("hd72",), (64,))
+    matrix = ahead_of_time.Matrix((80, 90), ("bf16",), ("Qwen3-VL-8B",), (64,))
     jobs_of = ahead_of_time.jobs_of.__wrapped__  # past what other tests have listed
     assert jobs_of(matrix) == [(launch, arch) for arch in (80, 90) for launch in every]
     assert set(jobs_of(replace(matrix, alike=True))) == {(every[i], arch) for arch in (80, 90) for i in (0, 2)}
@@ -69,10 +67,10 @@ def test_the_first_of_those_alike_is_compiled(monkeypatch: pytest.MonkeyPatch) -
 def test_a_matrix_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By each process: listed for each of its jobs it took three times as long as compiling them."""
     listed = []
-    monkeypatch.setattr(ahead_of_time, "_launches_around_encoder", lambda: listed.append(1) or [])
+    monkeypatch.setattr(ahead_of_time, "launches_around", lambda _: listed.append(1) or [])
     monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: [_launch(64, 2, "bf16"), _launch(64, 3, "bf16")])
     monkeypatch.setattr(ahead_of_time, "compile_or_fail", lambda launch, arch: (launch, arch))
-    matrix = ahead_of_time.Matrix((90,), ("bf16",), ("hd72",), (64,))
+    matrix = ahead_of_time.Matrix((90,), ("bf16",), ("Qwen3-VL-8B",), (64,))
     ahead_of_time.jobs_of.cache_clear()
     assert [ahead_of_time._compile(i, matrix) for i in (0, 1)] == ahead_of_time.compile_all(matrix)
     ahead_of_time.jobs_of.cache_clear()
@@ -99,14 +97,7 @@ def test_what_is_compiled_is_what_whole_towers_launch() -> None:
     assert found["kernels"] == found["keys"] <= MOST_KERNELS
 
 
-@pytest.mark.parametrize("name", [name for name in towers.FAMILIES if name in towers.known()])
-def test_every_measured_geometry_is_compiled(name: str) -> None:
-    """Itself, or the same with deepstack mergers besides."""
-    wanted = replace(towers.spec_of(towers.GEOMETRIES[name]), deepstack=())
-    assert [key for key, spec in ahead_of_time.TOWERS.items() if replace(spec, deepstack=()) == wanted]
-
-
-@pytest.mark.parametrize("tower, gpu", [("hd72", "h100"), ("windows", "a100")])
+@pytest.mark.parametrize("tower, gpu", [("Qwen3-VL-8B", "h100"), ("Qwen2.5-VL-7B", "a100")])
 def test_jobs_for_other_processes_have_the_keys_of_the_launches(tower: str, gpu: str) -> None:
     done = run(str(Path(__file__).with_name("aot_jobs.py")), tower, gpu)
     assert done.returncode == 0, done.stderr

@@ -21,8 +21,8 @@ from fusedvit.model import ops
 from fusedvit.model.ops import TORCH
 from fusedvit.model.plan import plan_for, tasks
 from fusedvit.runtime import captured_encoder
-from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
 from fusedvit.stats import choices
+from tests.support.specs import QWEN3_VL_8B
 
 BF16, FP32 = torch.bfloat16, torch.float32
 H200, A100 = Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)

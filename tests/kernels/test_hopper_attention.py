@@ -26,11 +26,11 @@ from fusedvit.kernels.hopper.attention_configs import (
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.kernels.tuning_table import Table
 from fusedvit.model.plan import attention_task, plan_for
-from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
 from fusedvit.stats import choices
 from tests.kernels.attention_cases import segments
 from tests.kernels.attention_times import TIMES, WIDE_TIMES
 from tests.kernels.test_aot import run
+from tests.support.specs import QWEN3_VL_8B
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H200, A100, B200 = Target(), Target(80, 108, 163 * 1024), Target(100, 148)
@@ -241,14 +241,11 @@ def test_large_budgets_have_two_lists(usable: None) -> None:
     assert attention_task(QWEN3_VL_8B, 8192, BF16, 256).key.kind == ""
 
 
-@pytest.mark.parametrize("tower, tokens", [("hd72", "16384")])  # the others: make aot
-def test_what_ships_compiles_clean(tower: str, tokens: str) -> None:
-    """Registers, spills, C75xx, wgmma, the order of exponentials and waits; all of them: make aot-matrix."""
-    code = f"""
-import torch
-from fusedvit.runtime.ahead_of_time import SMS, TOWERS, compile_or_fail, launches_of
-from fusedvit.kernels.tile_configs import Target
-launches = launches_of(TOWERS["{tower}"], torch.bfloat16, {tokens}, Target())
+def test_what_ships_compiles_clean() -> None:
+    """Registers, spills, C75xx, wgmma, the order of exponentials and waits; of the other towers: make aot."""
+    code = """
+from fusedvit.bench.ahead_of_time import TARGETS, compile_or_fail, launches_of
+launches = launches_of("Qwen3-VL-8B", "bf16", (16384,), TARGETS[90])
 launches = [launch for launch in launches if "hopper_attention" in launch.name]
 assert len(launches) == 2, launches
 for found in (compile_or_fail(launch, 90) for launch in launches):

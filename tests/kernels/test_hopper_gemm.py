@@ -30,10 +30,10 @@ from fusedvit.kernels.tuning_table import Table, config_of
 from fusedvit.model import buffers
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.plan import plan_for, tasks
-from fusedvit.runtime.ahead_of_time import GLM_45V, QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from tests.kernels.linear_cases import EPS, Layer, fused, plain, tensors
 from tests.kernels.support import assert_within
 from tests.kernels.test_aot import run
+from tests.support.specs import GLM_41V, QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 
 if gluon_compat.AVAILABLE:
     from fusedvit.kernels.hopper import gemm
@@ -156,7 +156,7 @@ def test_one_switch_turns_pdl_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer follows the launch that writes its row count."""
     monkeypatch.setattr(gemm_configs, "USE_PDL", True)
     choose = hopper_gemm_config.__wrapped__  # past its cache
-    for spec in (QWEN3_VL_8B, QWEN25_VL_7B, GLM_45V):
+    for spec in (QWEN3_VL_8B, QWEN25_VL_7B, GLM_41V):
         for task in tasks(spec, 784, BF16):
             if task.key.op == backends.LINEAR and task.key.kind in PROVEN:
                 config = choose(784, task.key.n, task.key.k, BF16, H200, task.key.kind)

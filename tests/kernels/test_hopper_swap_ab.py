@@ -25,10 +25,10 @@ from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.kernels.tuning_table import Table, config_of
 from fusedvit.model import buffers
 from fusedvit.model.plan import plan_for, tasks
-from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
 from tests.kernels.support import assert_misplaced_stages_are_refused, assert_within
 from tests.kernels.test_aot import run
+from tests.support.specs import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 
 if gluon_compat.AVAILABLE:
     from fusedvit.kernels.hopper import gemm_swap_ab

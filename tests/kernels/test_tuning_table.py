@@ -18,8 +18,8 @@ from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.tuning_table import Table, TableError
 from fusedvit.model.plan import known_plan
-from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
 from fusedvit.stats import choices
+from tests.support.specs import QWEN3_VL_8B
 
 BF16 = torch.bfloat16
 H200 = Target(name="NVIDIA H200")

@@ -16,7 +16,7 @@ from fusedvit.model.encoder import EncoderOutputs, encode
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.weights import EncoderWeights
-from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
+from tests.support.specs import QWEN3_VL_8B
 from tests.support.towers import Call, Grid, items_of, patches_of
 
 Outputs = dict[str, torch.Tensor]

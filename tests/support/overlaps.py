@@ -17,8 +17,8 @@ from fusedvit.model.merger_overlap import MergerOverlap, SideStream
 from fusedvit.model.ops import TORCH, Ops
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
 from tests.support.encoding import Encoder, Outputs
+from tests.support.specs import QWEN3_VL_8B
 from tests.support.towers import Grid, items_of, patches_of
 
 BF16 = torch.bfloat16

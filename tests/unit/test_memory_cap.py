@@ -12,8 +12,8 @@ from fusedvit.config import FuseConfig
 from fusedvit.graphs.manager import MIB
 from fusedvit.model.ops import TORCH
 from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime.ahead_of_time import TOWERS
 from fusedvit.runtime.captured_encoder import GRAPH_BYTES, CapturedEncoder, limits_for, limits_within
+from tests.support.specs import QWEN3_VL_8B, QWEN25_VL_7B
 from tests.support.towers import tiny_tower
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,10 +27,9 @@ def held(spec: VisionSpec, budget: int) -> int:
     return int(encoder.held_bytes()) + len(limits.token_budgets) * GRAPH_BYTES
 
 
-@pytest.mark.parametrize("tower", ["hd72", "windows"])
+@pytest.mark.parametrize("spec", [QWEN3_VL_8B, QWEN25_VL_7B], ids=["Qwen3-VL-8B", "Qwen2.5-VL-7B"])
 @pytest.mark.parametrize("room", [150, 400])
-def test_the_most_budgets_that_fit(tower: str, room: int) -> None:
-    spec = TOWERS[tower]
+def test_the_most_budgets_that_fit(spec: VisionSpec, room: int) -> None:
     limits = limits_within(spec, torch.bfloat16, room * MIB)
     ladder = limits_for(spec, torch.bfloat16, 0, (16384,)).token_budgets
     following = ladder[ladder.index(limits.largest) + 1]
@@ -45,22 +44,22 @@ def test_a_graph_counts_for_as_much_as_was_measured() -> None:
 
 
 def test_a_cap_that_nothing_fits_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    limits_within(TOWERS["hd72"], torch.bfloat16, 150 * MIB)
+    limits_within(QWEN3_VL_8B, torch.bfloat16, 150 * MIB)
     assert not caplog.records
-    limits_within(TOWERS["hd72"], torch.bfloat16, -300 * MIB)
+    limits_within(QWEN3_VL_8B, torch.bfloat16, -300 * MIB)
     (said,) = (record.getMessage() for record in caplog.records)
-    held_mib = -(-held(TOWERS["hd72"], 64) // MIB)
+    held_mib = -(-held(QWEN3_VL_8B, 64) // MIB)
     assert said.startswith(f"fusedvit: FuseConfig(memory=…) is too small for this tower by {300 + held_mib} MiB: ")
     assert f"holds {held_mib} MiB of buffers and graphs, and the prepared weights leave -300 MiB" in said
     assert said.endswith(f"raise memory by {300 + held_mib}")
     caplog.clear()
-    limits_within(TOWERS["hd72"], torch.bfloat16, -300 * MIB + (300 + held_mib) * MIB)
+    limits_within(QWEN3_VL_8B, torch.bfloat16, -300 * MIB + (300 + held_mib) * MIB)
     assert not caplog.records, "the advice is enough"
 
 
 def test_there_is_always_a_budget_with_room_for_the_items() -> None:
-    assert limits_within(TOWERS["hd72"], torch.bfloat16, 0).token_budgets == (64,)
-    assert limits_within(TOWERS["hd72"], torch.bfloat16, 0, max_items=100).largest >= 100
+    assert limits_within(QWEN3_VL_8B, torch.bfloat16, 0).token_budgets == (64,)
+    assert limits_within(QWEN3_VL_8B, torch.bfloat16, 0, max_items=100).largest >= 100
 
 
 @pytest.mark.parametrize("memory, most", [("small", 1.2), (64, None)])

@@ -20,10 +20,10 @@ from fusedvit.model.ops import TORCH, Ops
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import UNFOLDED
-from fusedvit.runtime.ahead_of_time import QWEN3_VL_4B, QWEN3_VL_8B
 from fusedvit.runtime.captured_encoder import CapturedEncoder
 from tests.support.encoding import Encoder, Outputs
 from tests.support.overlaps import A100, H200, Late, Recorder, buffers_for, outputs, overlapping, planned
+from tests.support.specs import QWEN3_VL_4B, QWEN3_VL_8B
 from tests.support.towers import GRIDS, Grid, assert_bitwise, patches_of, pixels_for, vision_tower
 from tests.unit.graphs.stand_in import CpuCapture
 

@@ -31,7 +31,7 @@ from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates  # noqa:
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_gemm_config  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target, budget, contents_of, ladder  # noqa: E402
 from fusedvit.model.plan import as_launched, choose, plan_for  # noqa: E402
-from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
+from tests.support.specs import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 H200 = Target(name="NVIDIA H200")
@@ -394,7 +394,7 @@ def test_whole_towers_are_timed_where_choices_differ() -> None:
     spec = spec_of(GEOMETRIES["tiny"])
     qkv = next(q.task.key for q in tuning_tasks([spec], (64,), FP32) if q.task.name == "qkv")
     entries = [tuning_table.entry_of(qkv, LinearConfig(32, 32, 32, 4, 2), us=1.0)]
-    tower = in_tower.WholeTower(spec, FP32, CPU)
+    tower = in_tower.WholeTower(GEOMETRIES["tiny"], FP32, CPU)
     found = in_tower.tower_gains(tower, entries, {"one": [(1, 8, 8)], "other": [(1, 32, 32)]})
     assert list(found) == ["one"] and len(found["one"]) == in_tower.ROUNDS and all(0.1 < r < 10 for r in found["one"])
     assert in_tower.table_of(entries).entries == {qkv: LinearConfig(32, 32, 32, 4, 2)}
@@ -419,7 +419,7 @@ def kept_where(monkeypatch: pytest.MonkeyPatch, saved: dict[str, float]) -> list
                 for who, plan in plans.items()}  # fmt: skip
 
     monkeypatch.setattr(in_tower.WholeTower, "ms", ms)
-    tower = in_tower.WholeTower(spec_of(GEOMETRIES["tiny"]), FP32, CPU)
+    tower = in_tower.WholeTower(GEOMETRIES["tiny"], FP32, CPU)
     kept = in_tower.proven(tower, entries)
     assert asked[:2] == [in_tower.HEURISTICS, in_tower.TUNED] or not asked
     by_key = {tuning_table.key_of(entry, "entry"): entry for entry in kept}
@@ -556,7 +556,7 @@ def test_whole_towers_of_every_kind_are_timed(name: str, monkeypatch: pytest.Mon
     entries = [tuning_table.entry_of(proj, LinearConfig(32, 32, 32, 4, 2), us=1.0)]
     monkeypatch.setattr(in_tower, "ROUND_S", 0.01)
     with torch.inference_mode():
-        tower = in_tower.WholeTower(spec, FP32, CPU)
+        tower = in_tower.WholeTower(geometry, FP32, CPU)
         assert list(in_tower.tower_gains(tower, entries, {"one": grid})) == ["one"]
 
 

@@ -1,7 +1,7 @@
-"""`python -m fusedvit.runtime.ahead_of_time`: compiles every kernel that the encoder launches, without a GPU.
+"""`python -m fusedvit.bench.ahead_of_time`: compiles every kernel that the encoder launches, without a GPU.
 
-The launches are recorded from the encoder itself, run on meta tensors over towers x dtypes x budgets, so that what is
-checked is what is launched.
+The launches are recorded from the encoder itself, over towers x dtypes x budgets, so that what is checked is what is
+launched (`runtime/tower_launches.py`).
 """
 
 import argparse
@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -17,86 +18,30 @@ from pathlib import Path
 import torch
 import triton
 
+from fusedvit.bench.towers import FAMILIES, GEOMETRIES, family_and_spec
 from fusedvit.errors import named_line
-from fusedvit.kernels.codegen_checks import (
-    MAX_SHARED,
-    Compiled,
-    Launch,
-    compile_launch,
-    record,
-)
-from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
+from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_launch, record, target_named
 from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
-from fusedvit.kernels.store_outputs import PLANES
 from fusedvit.kernels.tile_configs import Target, ladder
-from fusedvit.model.ops import TRITON
-from fusedvit.model.plan import plan_for
-from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime.meta_runs import fingerprints_on_meta, run_on_meta
-from fusedvit.runtime.tower_launches import meta_weights
+from fusedvit.runtime.tower_launches import tower_launches
 
-QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
-QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
-QWEN35_08B = VisionSpec(12, 768, 12, 64, 3072, 1024, 16, position_side=48)
-QWEN2_VL_7B = VisionSpec(32, 1280, 16, 80, 5120, 3584, 14, activation="quick_gelu", without_bias=("patch",))
-QWEN25_VL_7B = replace(
-    QWEN2_VL_7B, intermediate_size=3420, activation="swiglu", norm="rms", window=4, full_attention=(7, 15, 23, 31)
-)
-GLM_45V = VisionSpec(
-    24, 1536, 12, 128, 4096, 4096, 14, activation="swiglu", norm="rms", norm_eps=1e-5, position_side=24,
-    position_taps=16, patch_norm=True, tail="downsample", merger_size=10944,
-    without_bias=("qkv", "proj", "mlp", "merger"),
-)  # fmt: skip
-GLM_5 = VisionSpec(
-    24, 1024, 16, 64, 4096, 1536, 14, activation="swiglu", glu_limit=10.0, norm="rms", norm_eps=1e-5, qk_norm=True,
-    tail="downsample", merger_size=10240, without_bias=("merger",),
-)  # fmt: skip
-GEMMA_4_31B = VisionSpec(
-    27, 1152, 16, 72, 4304, 1152, 16, temporal_patch_size=1, merge_size=3, activation="geglu_tanh", norm="rms",
-    rope_theta=100.0, rope_axial=True, attention_scale=1.0, position_side=10240, position_taps=2, qk_norm=True,
-    v_norm=True, sandwich=True, tail="pool", standardized=True, without_bias=("patch", "qkv", "proj", "mlp"),
-    padded=True,
-)  # fmt: skip
-GEMMA_4_E4B = replace(
-    GEMMA_4_31B, depth=16, hidden_size=768, num_heads=12, head_dim=64, intermediate_size=3072, out_size=768,
-    clipped=True, standardized=False,
-)  # fmt: skip
-EXAONE_45 = replace(
-    QWEN25_VL_7B, depth=28, hidden_size=2048, num_heads=32, head_dim=64, kv_heads=8, intermediate_size=5120,
-    out_size=5120, full_attention=(6, 13, 20, 27),
-)  # fmt: skip
-TOWERS = {
-    "hd72": QWEN3_VL_8B,
-    "hd64": QWEN3_VL_4B,
-    "narrow": QWEN35_08B,
-    "hd80": QWEN2_VL_7B,
-    "hd128": GLM_45V,
-    "windows": QWEN25_VL_7B,
-    "qk_norm": GLM_5,
-    "sandwich": GEMMA_4_31B,
-    "clipped": GEMMA_4_E4B,
-    "grouped": EXAONE_45,
-    # mergers alone differ from those above
-    "qwen35_2b": replace(QWEN3_VL_4B, out_size=2048, deepstack=()),
-    "qwen4_exp": replace(QWEN3_VL_8B, out_size=2560, deepstack=()),
-    "qwen3_omni": replace(QWEN3_VL_8B, out_size=2048),
-    "glm_41v": replace(GLM_45V, merger_size=13696),
-    "glm_ocr": replace(GLM_5, glu_limit=0.0, merger_size=4608),
-    "ernie": replace(QWEN2_VL_7B, out_size=1280, temporal_patch_size=1, tail="norm", rows_only=True),
-}
+TOWERS = {name: GEOMETRIES[name] for name in FAMILIES}
+TOWERS["GLM-4.5V"] = TOWERS["GLM-4.1V-9B"].but(intermediate_size=10944)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BUDGETS = tuple(ladder(64, 65536))  # patch tokens
-FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels are the others'
-    **dict.fromkeys(("hd64", "hd80", "narrow"), (64, 256, 1024, 4096, 16384)),
-    **dict.fromkeys(("hd128", "windows", "qk_norm", "sandwich", "clipped", "grouped"), (64, 1024, 4096)),
-    **dict.fromkeys(("qwen35_2b", "qwen4_exp", "qwen3_omni", "glm_41v", "glm_ocr", "ernie"), (64, 1024, 4096)),
+BUDGETS = {  # patch tokens, in bf16; a tower most of whose kernels are another's has few
+    **dict.fromkeys(TOWERS, (64, 1024, 4096)),
+    **dict.fromkeys(("Qwen3-VL-4B", "Qwen2-VL-7B", "Qwen3.5-0.8B"), (64, 256, 1024, 4096, 16384)),
+    "Qwen3-VL-8B": tuple(ladder(64, 65536)),
 }
 ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same
 SIZES = {  # of a layer: kernels that differ in nothing else are alike in what a compiler makes of them
     "N", "K", "EPS", "IN_PARTS", "IN_WIDTH", "IN_LENGTH", "ROPE_COLS",
     "X_PITCH", "W_PITCH", "OUT_PITCH", "RESIDUAL_PITCH",
 }  # fmt: skip
-SMS = {90: 132, 80: 108, 86: 84, 89: 142, 100: 148, 120: 170}
+TARGETS = {  # by compute capability; without the GPU's name heuristics choose, whatever tuning tables there are
+    target.capability: replace(target, name="")
+    for target in map(target_named, ("a100", "a40", "l40s", "h100", "b200", "rtx-5090"))
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +49,9 @@ class Matrix:
     """What to compile.
 
     Attributes:
+        arches: compute capabilities, of `TARGETS`.
+        dtypes: of `DTYPES`.
+        towers: of `TOWERS`.
         budgets: of patch tokens; None for those that a tower's kernels differ in.
         alike: the first alone of those that `kind_of` does not tell apart.
     """
@@ -115,32 +63,23 @@ class Matrix:
     alike: bool = False
 
 
-def launches_of(spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
-    """What one call of `tokens` patch tokens launches, each distinct kernel once."""
-    plan, weights = plan_for(spec, tokens, dtype, target), meta_weights(spec, dtype, takes_bytes=True)
-    return record(lambda: run_on_meta(spec, weights, plan, dtype, tokens, len(plan.overlapped)))
+def launches_of(tower: str, dtype: str, budgets: Sequence[int], target: Target) -> list[Launch]:
+    """What graphs of these budgets, in patch tokens, launch, and what is launched around them; each kernel once."""
+    family, spec = family_and_spec(TOWERS[tower])
+    merged = sorted({max(1, tokens // spec.merge_unit) for tokens in budgets})
+    return list(tower_launches(spec, family.names, DTYPES[dtype], target, takes_bytes=True, budgets=merged))
 
 
-def _launches_around_encoder() -> list[Launch]:
-    """What a call launches around the encoder: the fingerprint of the weights, its input taken over, its outputs."""
-    table = torch.empty(64, 3, dtype=torch.int32, device="meta")
-    grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in GRID_DTYPES]
-    pixels = [torch.empty(4, 1536, dtype=dtype, device="meta") for dtype in PIXEL_DTYPES]
-    bytes_of_kinds = [torch.empty(4, width, dtype=torch.uint8, device="meta") for width in (1536, 768)]
-    counts = torch.empty(3, 4, dtype=torch.int32, device="meta")
-
-    def launches() -> None:
-        fingerprints_on_meta()
-        for grid in grids:
-            TRITON.load_inputs(grid, 4, 256, 2, table, None, None, counts)
-            for given, kept in itertools.product((*pixels, *bytes_of_kinds), pixels):
-                TRITON.load_inputs(grid, 4, 256, 2, table, given, kept, counts)
-        for like in pixels:
-            hidden, merged = like.new_empty(4, 1152), like.new_empty(1, 4096)
-            for planes in range(PLANES + 1):
-                TRITON.store_outputs(hidden, [merged] * planes, hidden, [merged] * planes)
-
-    return record(launches) + record(_launches_of_pixels)
+def launches_around(target: Target) -> list[Launch]:
+    """What makes patches, loads them and stores outputs: in every dtype, of towers with and without a merger, with any
+    number of deepstack mergers."""
+    qwen, ernie = (family_and_spec(TOWERS[name]) for name in ("Qwen3-VL-8B", "ERNIE-4.5-VL-28B-A3B"))
+    towers = [ernie, *((qwen[0], replace(qwen[1], deepstack=qwen[1].deepstack[:n])) for n in range(4))]
+    found = record(_launches_of_pixels)
+    for (family, spec), dtype in itertools.product(towers, DTYPES.values()):
+        every = tower_launches(spec, family.names, dtype, target, takes_bytes=True, budgets=(1,))
+        found += [launch for launch in every if launch.name.startswith(("_load_inputs", "_store_outputs"))]
+    return found
 
 
 def _launches_of_pixels() -> None:
@@ -164,12 +103,10 @@ def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
     """Each distinct kernel of a matrix once, with its architecture."""
     jobs: list[tuple[Launch, int]] = []
     for arch in matrix.arches:
-        target = Target(arch, SMS[arch], MAX_SHARED[arch])
-        launches = dict.fromkeys(_launches_around_encoder())
+        launches = dict.fromkeys(launches_around(TARGETS[arch]))
         for tower, dtype in itertools.product(matrix.towers, matrix.dtypes):
-            few = FEW_BUDGETS.get(tower, BUDGETS) if dtype == "bf16" else ONE_BUDGET
-            for tokens in matrix.budgets or few:
-                launches |= dict.fromkeys(launches_of(TOWERS[tower], DTYPES[dtype], tokens, target))
+            budgets = matrix.budgets or (BUDGETS[tower] if dtype == "bf16" else ONE_BUDGET)
+            launches |= dict.fromkeys(launches_of(tower, dtype, budgets, TARGETS[arch]))
         chosen = {kind_of(launch): launch for launch in reversed(launches)}.values() if matrix.alike else launches
         jobs += [(launch, arch) for launch in chosen]
     return jobs
@@ -207,7 +144,7 @@ def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:
 def main(argv: list[str] | None = None) -> int:
     """Prints a line per problem and a summary; the exit code is the number of failures, at most 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="*", default=sorted(SMS), choices=sorted(SMS))
+    parser.add_argument("--arch", type=int, nargs="*", default=sorted(TARGETS), choices=sorted(TARGETS))
     parser.add_argument("--dtype", nargs="*", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(TOWERS))
     parser.add_argument("--budget", type=int, nargs="*", help="patch tokens; all that matter if left out")
