@@ -1,19 +1,49 @@
 """A model family as a record: its tower classes, its parameter names, and how its config becomes a `VisionSpec`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fusedvit.families.engine import HUGGING_FACE, Engine
-from fusedvit.model.param_names import WeightNames
+from fusedvit.model.param_names import MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import TensorSource
 
 GELUS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
+GATED = {"silu": "swiglu"}
 # transformers' fusion_config={"patch_embeddings": True} replaces the patch embedding's convolution by a linear layer
 LINEAR_PATCH_EMBED = {f"patch_embed.linear_proj.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
+
+NAMES = WeightNames(  # Qwen2-VL's; most families have other names for few of these
+    patch="patch_embed.proj",
+    norm1="blocks.{}.norm1",
+    qkv=("blocks.{}.attn.qkv",),
+    proj="blocks.{}.attn.proj",
+    norm2="blocks.{}.norm2",
+    fc1=("blocks.{}.mlp.fc1",),
+    fc2="blocks.{}.mlp.fc2",
+    act="blocks.{}.mlp.act",
+    merger=MergerNames("merger.ln_q", "merger.mlp.0", "merger.mlp.2", "merger.mlp.1"),
+)
+GATED_NAMES = replace(
+    NAMES,
+    fc1=("blocks.{}.mlp.gate_proj", "blocks.{}.mlp.up_proj"),
+    fc2="blocks.{}.mlp.down_proj",
+    act="blocks.{}.mlp.act_fn",
+)
+_CONFIG = {  # field of a spec -> what a config of Qwen's calls it
+    "depth": "depth",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_heads",
+    "intermediate_size": "intermediate_size",
+    "out_size": "out_hidden_size",
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "in_channels": "in_channels",
+    "merge_size": "spatial_merge_size",
+}
 
 
 @dataclass(frozen=True)
@@ -58,24 +88,21 @@ def rope_theta_of(config: Any) -> float:
     return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
 
 
-def spec_with(config: Any, hidden_size: int, **own: Any) -> VisionSpec:
-    """The spec of a tower `hidden_size` wide whose config has Qwen's names: what `own` gives, else what the config
-    says."""
-    usual: dict[str, Any] = {
-        "depth": config.depth,
-        "hidden_size": hidden_size,
-        "num_heads": config.num_heads,
-        "head_dim": hidden_size // config.num_heads,
-        "patch_size": config.patch_size,
-        "in_channels": config.in_channels,
-        "merge_size": config.spatial_merge_size,
-        "rope_theta": rope_theta_of(config),
-    }
-    return VisionSpec(**usual | own)
+def spec_with(config: Any, activations: Mapping[str, str], **own: Any) -> VisionSpec:
+    """The spec of a tower whose config has Qwen's names: what `own` gives, else what the config says.
 
+    Args:
+        activations: a config's `hidden_act` -> `VisionSpec.activation`.
 
-def activation_of(name: str, known: Mapping[str, str]) -> str:
-    """`VisionSpec.activation` for a config's `hidden_act`; raises ValueError for one that is not `known`."""
-    if name not in known:
-        raise ValueError(f"hidden_act must be one of {sorted(known)}, got {name!r}")
-    return known[name]
+    Raises:
+        ValueError: another activation.
+    """
+    if config.hidden_act not in activations:
+        raise ValueError(f"hidden_act must be one of {sorted(activations)}, got {config.hidden_act!r}")
+    usual = {field: getattr(config, name) for field, name in _CONFIG.items() if field not in own} | own
+    return VisionSpec(
+        head_dim=usual["hidden_size"] // usual["num_heads"],
+        activation=activations[config.hidden_act],
+        rope_theta=rope_theta_of(config),
+        **usual,
+    )

@@ -10,20 +10,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fusedvit.model.spec import VisionSpec
+from fusedvit.model.spec import VisionSpec, rope_frequencies
 
 Expected = Callable[[VisionSpec, tuple[int, ...]], torch.Tensor]
 
 
-def rotary_frequencies(spec: VisionSpec, shape: tuple[int, ...]) -> torch.Tensor:
-    """What Hugging Face's `inv_freq` holds: `theta^(-2i / (head_dim / 2))`, fp32."""
-    steps = torch.arange(0, spec.head_dim // 2, 2, dtype=torch.float32, device="cpu") / (spec.head_dim // 2)
-    return 1.0 / spec.rope_theta**steps
-
-
 def rotary_table(spec: VisionSpec, shape: tuple[int, ...]) -> torch.Tensor:
     """What the engines' `cos_sin_cache` holds: cosines, then sines, of `shape[0]` positions times the frequencies."""
-    angles = torch.outer(torch.arange(shape[0], dtype=torch.float32, device="cpu"), rotary_frequencies(spec, ()))
+    angles = torch.outer(torch.arange(shape[0], dtype=torch.float32, device="cpu"), rope_frequencies(spec))
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
@@ -74,5 +68,5 @@ HUGGING_FACE = Engine(
         "swiglu": ("SiLUActivation", None),
         "geglu_tanh": ("GELUTanh", None),
     },
-    buffers={"inv_freq": rotary_frequencies},
+    buffers={"inv_freq": rope_frequencies},
 )

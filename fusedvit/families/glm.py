@@ -7,20 +7,13 @@ GLM-OCR and GLM-5.3 have rotary positions only and normalise q and k. GLM-5.3 cl
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import Family, activation_of, spec_with
-from fusedvit.model.param_names import DownsampleNames, WeightNames
+from fusedvit.families.base import GATED, GATED_NAMES, Family, spec_with
+from fusedvit.model.param_names import DownsampleNames
 from fusedvit.model.spec import VisionSpec
 
-NAMES = WeightNames(
-    patch="patch_embed.proj",
-    norm1="blocks.{}.norm1",
-    qkv=("blocks.{}.attn.qkv",),
+NAMES = replace(
+    GATED_NAMES,
     qk_norm=("blocks.{}.attn.q_norm", "blocks.{}.attn.k_norm"),
-    proj="blocks.{}.attn.proj",
-    norm2="blocks.{}.norm2",
-    fc1=("blocks.{}.mlp.gate_proj", "blocks.{}.mlp.up_proj"),
-    fc2="blocks.{}.mlp.down_proj",
-    act="blocks.{}.mlp.act_fn",
     merger=DownsampleNames(
         norm="post_layernorm",
         downsample="downsample",
@@ -39,11 +32,8 @@ def _spec(config: Any, intermediate_size: int, merger_size: int) -> VisionSpec:
     """The fields that these families share; `merger_size` is the width of the merger's MLP."""
     return spec_with(
         config,
-        config.hidden_size,
+        GATED,
         intermediate_size=intermediate_size,
-        out_size=config.out_hidden_size,
-        temporal_patch_size=config.temporal_patch_size,
-        activation=activation_of(config.hidden_act, {"silu": "swiglu"}),
         glu_limit=float(getattr(config, "swiglu_limit", 0.0)),
         norm="rms",
         norm_eps=config.rms_norm_eps,

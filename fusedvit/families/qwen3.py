@@ -6,8 +6,9 @@ Qwen3-VL's dense and MoE models have one tower. Qwen3-Omni has other parameter n
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import GELUS, Family, activation_of, spec_with
-from fusedvit.model.param_names import MergerNames, WeightNames
+from fusedvit.families import base
+from fusedvit.families.base import GELUS, Family, spec_with
+from fusedvit.model.param_names import MergerNames
 from fusedvit.model.spec import VisionSpec
 
 _SIDE_IS_SQUARE = "num_position_embeddings must be a square number, got {}"
@@ -21,20 +22,15 @@ def _omni_merger(at: str) -> MergerNames:
     return MergerNames(f"{at}.ln_q", f"{at}.mlp.0", f"{at}.mlp.2", f"{at}.mlp.1")
 
 
-NAMES = WeightNames(
-    patch="patch_embed.proj",
+NAMES = replace(
+    base.NAMES,
     position="pos_embed",
-    norm1="blocks.{}.norm1",
-    qkv=("blocks.{}.attn.qkv",),
-    proj="blocks.{}.attn.proj",
-    norm2="blocks.{}.norm2",
     fc1=("blocks.{}.mlp.linear_fc1",),
     fc2="blocks.{}.mlp.linear_fc2",
     act="blocks.{}.mlp.act_fn",
     merger=_merger("merger"),
     deepstack=_merger("deepstack_merger_list.{}"),
 )
-
 OMNI_NAMES = replace(NAMES, merger=_omni_merger("merger"), deepstack=_omni_merger("merger_list.{}"))
 
 
@@ -47,16 +43,8 @@ def spec_from_config(config: Any) -> VisionSpec:
     side = int(config.num_position_embeddings**0.5)
     if side * side != config.num_position_embeddings:
         raise ValueError(_SIDE_IS_SQUARE.format(config.num_position_embeddings))
-    return spec_with(
-        config,
-        config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        out_size=config.out_hidden_size,
-        temporal_patch_size=config.temporal_patch_size,
-        activation=activation_of(config.hidden_act, GELUS),
-        position_side=side,
-        deepstack=tuple(getattr(config, "deepstack_visual_indexes", ())),
-    )
+    deepstack = tuple(getattr(config, "deepstack_visual_indexes", ()))
+    return spec_with(config, GELUS, position_side=side, deepstack=deepstack)
 
 
 def spec_without_deepstack(config: Any) -> VisionSpec:

@@ -38,7 +38,7 @@ from fusedvit.model.param_names import (
     WeightNames,
     bound_of,
 )
-from fusedvit.model.spec import VisionSpec
+from fusedvit.model.spec import VisionSpec, rope_frequencies
 from fusedvit.model.weights import (
     ALIGNMENT,
     UNFOLDED,
@@ -99,12 +99,6 @@ def prepare(
         )
         maker.products.check()
         return prepared if reuse is None else rewrite(reuse, prepared)
-
-
-def rope_frequencies(spec: VisionSpec) -> torch.Tensor:
-    """`theta^(-2i / (head_dim / 2))`, i < head_dim / 4, fp32: computed in fp32 whatever the tower's dtype is."""
-    half = spec.head_dim // 2
-    return 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from fusedvit.kernels.epilogue import HEAD_WIDTH
 
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh")
@@ -233,3 +235,10 @@ class VisionSpec:
     def is_windowed(self, block: int) -> bool:
         """Whether `block` attends within windows."""
         return self.window > 0 and block not in self.full_attention
+
+
+def rope_frequencies(spec: VisionSpec, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """`theta^(-2i / (head_dim / 2))`, i < head_dim / 4, fp32: computed in fp32 whatever the tower's dtype is. What
+    Hugging Face's `inv_freq` holds, whatever its `shape`."""
+    half = spec.head_dim // 2
+    return 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half))

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from fusedvit.families.base import Family
-from fusedvit.families.engine import Engine, rotary_frequencies, rotary_table
+from fusedvit.families.engine import Engine, rotary_table
 from fusedvit.families.registry import dialect
 from fusedvit.model.param_names import WeightNames
-from fusedvit.model.spec import VisionSpec
+from fusedvit.model.spec import VisionSpec, rope_frequencies
 
 _MODELS = "sglang.srt.models."
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant."
@@ -48,7 +48,7 @@ SGLANG = Engine(
             _UNQUANTIZED + kind for kind in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
         )
     },
-    buffers={"cos_sin_cache": rotary_table, "inv_freq": rotary_frequencies},
+    buffers={"cos_sin_cache": rotary_table, "inv_freq": rope_frequencies},
     tolerance=1e-2,  # the table may be in the tower's dtype; a last bit is 1e-3 of an angle at position 8191
     position_rows=64,
 )

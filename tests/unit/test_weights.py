@@ -15,8 +15,8 @@ from fusedvit.families.qwen3 import NAMES
 from fusedvit.families.registry import family_of
 from fusedvit.kernels.tma import rows_behind
 from fusedvit.model import prepare_weights
-from fusedvit.model.prepare_weights import _Maker, _rows, prepare, query_factor, rope_frequencies, rotary_rows
-from fusedvit.model.spec import VisionSpec
+from fusedvit.model.prepare_weights import _Maker, _rows, prepare, query_factor, rotary_rows
+from fusedvit.model.spec import VisionSpec, rope_frequencies
 from fusedvit.model.weights import ALIGNMENT, BOX_ROWS, EncoderWeights, LinearWeights, row_pitch
 from tests.support.towers import bits, copy_of, tiny_tower
 
