@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from rich.markup import escape
 
 from fusedvit.bench.towers import GEOMETRIES, family_and_spec, known
 from fusedvit.checkpoint import tower_config
 from fusedvit.cli.console import Outcome, new_console, progress_bar
-from fusedvit.cli.towers import DTYPES
+from fusedvit.cli.towers import dtype_of
 from fusedvit.errors import InputError, UnsupportedModel, unnamed
 from fusedvit.families.base import Family
 from fusedvit.kernels.codegen_checks import AbsentGPU, Launch, target_named
@@ -34,8 +35,7 @@ def run(
         target = target_named(gpu)
     except ValueError as error:
         raise InputError(f"--gpu: {error}") from None
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype: one of {', '.join(DTYPES)} expected, got {dtype!r}")
+    of = dtype_of(dtype, torch.device("cuda"))
     if triton.knobs.runtime.interpret:
         raise InputError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     towers = {name: _tower_of(name) for name in model}
@@ -43,7 +43,7 @@ def run(
     _refuse_another_gpu(out, target)
     compilations: dict[Launch, Callable[[], Any]] = {}
     for (family, spec), takes_bytes in itertools.product(towers.values(), (False, True)):
-        compilations |= tower_launches(spec, family.names, DTYPES[dtype], target, takes_bytes)
+        compilations |= tower_launches(spec, family.names, of, target, takes_bytes)
     triton.runtime.driver.set_active(AbsentGPU(target.capability))
     with progress_bar() as step:
         problems = compiled_kernels.fill(out, list(compilations.values()), jobs or most_children(urgent=True), step)

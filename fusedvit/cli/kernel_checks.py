@@ -24,11 +24,9 @@ from typing import Any
 import torch
 
 from fusedvit.bench.ahead_of_time import Matrix, compile_or_fail, jobs_of
-from fusedvit.bench.towers import random_weights_
+from fusedvit.bench.towers import GEOMETRIES, build_one, family_and_spec
 from fusedvit.cli.console import Step, plain
-from fusedvit.cli.towers import TINY
 from fusedvit.families.base import Family
-from fusedvit.families.registry import family_of
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
@@ -47,7 +45,7 @@ COMPILED = Matrix((90,), ("bf16",), ("Qwen3-VL-8B",), (PATCHES,), alike=True)
 WHAT_COMPILED = f"Qwen3-VL-8B's kernels at {PATCHES} patches compiled for sm_90"
 WHAT_INTERPRETED = "one block in Triton's interpreter"
 POLL_SECONDS = 0.2
-ONE_BLOCK = {**TINY, "depth": 1, "deepstack_visual_indexes": [0]}
+ONE_BLOCK = GEOMETRIES["tiny"].but(depth=1)
 ITEMS = (Item(1, 4, 6), Item(2, 2, 4))  # an image and a video of two frames
 
 
@@ -186,16 +184,9 @@ def compile_part(part: int, parts: int) -> Iterator[dict[str, Any]]:
 
 def interpreted_block() -> dict[str, Comparison]:
     """Every output of the interpreted kernels in fp32 against Hugging Face's module, in fp32 and in fp64."""
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    tower = Qwen3VLVisionModel(Qwen3VLVisionConfig(**ONE_BLOCK)).eval()
-    random_weights_(tower)
+    tower, (family, spec) = build_one(ONE_BLOCK, torch.float32, torch.device("cpu")), family_and_spec(ONE_BLOCK)
     tokens = sum(item.tokens for item in ITEMS)
     pixels = torch.rand(tokens, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    family = family_of(type(tower).__name__)
-    assert family is not None, "Qwen3-VL is a known family"
-    spec = family.spec_from_config(tower.config)
     outputs = encode_once(spec, family, dict(tower.named_parameters()), pixels, ITEMS, TRITON)
     ours = _named(outputs.pooled, outputs.hidden, outputs.deepstack)
     pt, ref = _original(tower, pixels), _original(tower.double(), pixels.double())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.bench.towers import cast_parameters_, random_weights_
+from fusedvit.bench.towers import GEOMETRIES, build_one
 from fusedvit.checkpoint import default_dtype, device_or_default
 from fusedvit.cli.media import PatchLayout
 from fusedvit.errors import InputError, unnamed
@@ -14,22 +14,8 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.arguments import usable_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-QWEN3_VL_8B: dict[str, Any] = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "num_heads": 16,
-    "intermediate_size": 4304,
-    "out_hidden_size": 4096,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
-TINY: dict[str, Any] = {  # head dim 72 as the 8B's, intermediate size no multiple of 16
-    "depth": 4,
-    "hidden_size": 144,
-    "num_heads": 2,
-    "intermediate_size": 280,
-    "out_hidden_size": 96,
-    "deepstack_visual_indexes": [1, 2],
-}
+SMALL = GEOMETRIES["tiny"].but(depth=4, deepstack_visual_indexes=[1, 2])  # heads of 72 as the 8B's
+TINY = SMALL.numbers
 
 
 @dataclass(frozen=True)
@@ -43,15 +29,8 @@ class Tower:
 
 def random_tower(device: torch.device) -> Tower:
     """Qwen3-VL-8B's tower in bf16 on a GPU; a small relative of it in fp32 on a CPU. Weights are random."""
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    on_gpu = device.type == "cuda"
-    module = Qwen3VLVisionModel(Qwen3VLVisionConfig(**(QWEN3_VL_8B if on_gpu else TINY))).eval()
-    random_weights_(module)
-    dtype = default_dtype(device)
-    cast_parameters_(module, dtype)
-    module.to(device)
+    on_gpu, dtype = device.type == "cuda", default_dtype(device)
+    module = build_one(GEOMETRIES["Qwen3-VL-8B"] if on_gpu else SMALL, dtype, torch.device("cpu")).to(device)
     name = "Qwen3-VL-8B's tower, random weights" if on_gpu else "a small Qwen3-VL tower, random weights"
     return Tower(name, module, dtype)
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
+from fusedvit.bench.towers import random_weights_
 from fusedvit.checks.as_built import Built
-from fusedvit.cli.towers import TINY, random_weights_
+from fusedvit.cli.towers import TINY
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import FAILED, FUSED, OWN, STALE, Agreement, OutOfStep
 from fusedvit.serving.served import Served, writing
