@@ -14,7 +14,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from fusedvit.cli.towers import random_weights_
+from fusedvit.bench.towers import random_weights_
 
 Grid = list[tuple[int, int, int]]
 GRIDS: dict[str, Grid] = {

@@ -28,7 +28,7 @@ def load(rank: int, architecture: str = "Qwen3VLForConditionalGeneration") -> tu
 
 
 def fill(model: Any, scale: float) -> None:
-    from fusedvit.cli.towers import random_weights_
+    from fusedvit.bench.towers import random_weights_
 
     served = vars(model.visual).get(SERVED)
     if served is None:
