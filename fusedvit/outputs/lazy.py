@@ -312,14 +312,16 @@ def _reader() -> str:
 
 def _replace(record: Any, value: Any) -> None:
     """Puts `value` in place of the hidden states: what is unread, perhaps converted, leaves the record incomplete."""
-    plain = _become_plain(record)
     if isinstance(value, UnreadStates) and value.unread():
-        _become_lazy(plain, value)
+        record.__dict__[_PENDING] = value
     else:
-        plain[HIDDEN_STATES] = value
+        OrderedDict.__setitem__(record, HIDDEN_STATES, value)
+        record.__dict__[HIDDEN_STATES] = value
+        _become_plain(record)
 
 
 def _become_plain(record: Any) -> Any:
+    """In this order, as an interrupt may land between: an incomplete record can be completed."""
     object.__setattr__(record, "__class__", record._fusedvit_plain)
     record.__dict__.pop(_PENDING, None)
     return record
