@@ -189,7 +189,7 @@ def test_a_record(use: Callable[[Any], Any]) -> None:
     while where:
         at += 1
         record = tower(call.pixels, grid_thw=call.grid, output_hidden_states=True)
-        where = interrupted(lambda record=record: use(record), at, "outputs/lazy.py", "utils/generic.py")
+        where = interrupted(lambda record=record: use(record), at, "outputs/lazy.py")
         use(record)
         for found in record.hidden_states, record["hidden_states"], record.to_tuple()[-1]:
             assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(found, right, strict=True)), where
