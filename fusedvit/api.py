@@ -19,7 +19,7 @@ from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
-from fusedvit.checks.ownership import ORIGINAL, name_of, own_class
+from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
 from fusedvit.config import FuseConfig, check_config
 from fusedvit.errors import UnsupportedModel, unnamed
 from fusedvit.families.base import Family
@@ -62,12 +62,14 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
     tower = find_tower(model)
     known = tower.__dict__.get(HANDLE)
     if known is not None and known.serves(tower):
-        return _fuse_again(tower, known, config, processor)
+        if fused_class(type(tower)) is not None:
+            return _fuse_again(tower, known, config, processor)
+        unfuse(tower)  # an interrupted `unfuse` has left a handle that no call reaches
     handle = _fuse(tower, config or FuseConfig())
     if processor is not None:
         try:
             _take_bytes(handle, processor)
-        except (UnsupportedModel, ValueError, TypeError):
+        except BaseException:
             unfuse(tower)
             raise
     return handle
@@ -100,11 +102,11 @@ def _check_processor(processor: Any) -> None:
 
 def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
     """Swaps the image and video processors in `processor`, and lets the tower expect what they give."""
-    swap(processor)
     try:
+        swap(processor)
         for still, normalization in normalizations_of(processor).items():
             handle.normalizations.expect(normalization, still)
-    except ValueError:
+    except BaseException:
         restore(processor)
         raise
     if all(known is not processor for known in handle.processors):
@@ -123,15 +125,16 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
         spec = family.spec_from_config(tower.config)
     except (TypeError, ValueError) as error:
         raise UnsupportedModel(f"{original.__name__} cannot be fused: {unnamed(error)}") from error
-    handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, config)
-    _replace_base(tower, original, _fused_class(original))
+    handle, fused = FusedEncoder(tower, family, spec, config), _fused_class(original)
     try:
+        tower.__dict__[HANDLE] = handle
+        _replace_base(tower, original, fused)
         handle.check_reached()
-    except RuntimeError:
+        take(handle.weights.first_parameter().device)
+        handle.check_early()
+    except BaseException:
         unfuse(tower)
         raise
-    take(handle.weights.first_parameter().device)
-    handle.check_early()
     return handle
 
 
@@ -214,14 +217,13 @@ def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
     if not towers:
         raise UnsupportedModel(nothing_in(model))
     for tower in towers.values():
-        handle = tower.__dict__.pop(HANDLE, None)
+        handle, original = tower.__dict__.get(HANDLE), own_class(type(tower))
+        _replace_base(tower, fused_class(type(tower)) or original, original)
         if handle is not None and handle.serves(tower):
             for given in handle.processors:
                 restore(given)
             handle.end()
-        original = own_class(type(tower))
-        fused = next((cls for cls in type(tower).__mro__ if ORIGINAL in vars(cls)), original)
-        _replace_base(tower, fused, original)
+        tower.__dict__.pop(HANDLE, None)  # last: interrupted before, the next `fuse` or `unfuse` finds what to end
     if processor is not None:
         restore(processor)
     return model

@@ -6,6 +6,7 @@ Wrong input to a call raises ValueError or TypeError instead.
 from typing import NamedTuple
 
 ODD_POSITIONS = "odd positions"  # kinds of `Reason`
+EMPTY_ITEMS = "items without frames"
 SPARSE = "sparse pixels"
 BEYOND_FP16 = "beyond fp16"
 PREFIX = "fusedvit: "  # of every message

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fusedvit.checks import accelerate_hooks, fallback
-from fusedvit.checks.ownership import ORIGINAL, name_of
+from fusedvit.checks.ownership import fused_class, name_of
 from fusedvit.errors import Reason
 
 _DECORATORS = "transformers."  # of every tower's own forward
@@ -22,9 +22,8 @@ _MOST = 5000  # objects that are looked at: more than any wrapper holds
 
 def bypass(tower: nn.Module) -> Reason | None:
     """Why calls of a fused tower do not reach the fused forward, or None: by what its own `forward` holds."""
-    own = vars(tower).get("forward")
-    fused = next((vars(cls)["forward"] for cls in type(tower).__mro__ if ORIGINAL in vars(cls)), None)
-    if own is None or fused is None or _leads_to(fused, own, tower):
+    own, fused = vars(tower).get("forward"), fused_class(type(tower))
+    if own is None or fused is None or _leads_to(vars(fused)["forward"], own, tower):
         return None
     return Reason(fallback.BYPASSED, f"its attribute `forward` is {_named(own)}")
 

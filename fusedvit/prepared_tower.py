@@ -131,8 +131,8 @@ class PreparedTower:
         self.check(config)
         with self._lock:
             self._release_graphs()
+            self._drop_runtime()  # before: interrupted between, a runtime of the old options would stay
             self.config = config
-            self._drop_runtime()
 
     # giving back
 
@@ -226,9 +226,9 @@ class PreparedTower:
 
         Not to be entered again within. Who waits here holds the turn, so that a loop of refreshes lets it in.
         """
-        with self._turn:
-            self._lock.acquire()
         try:
+            with self._turn:
+                self._lock.acquire()  # within: an interrupt may land as it returns
             graphs = self.graphs()
             if graphs is None:
                 yield
@@ -237,7 +237,8 @@ class PreparedTower:
                 graphs.manager.wait()
                 yield
         finally:
-            self._lock.release()
+            with contextlib.suppress(RuntimeError):  # interrupted while it waited, this thread does not hold it
+                self._lock.release()
 
     # what a call runs on
 

@@ -261,15 +261,14 @@ class GraphManager:
 
     def _free(self) -> None:
         self._reset_graphs()
+        self._allocated = False  # before: interrupted between, captures would run without buffers
         self._program.free()
-        self._allocated = False
         self._capture.give_back()
 
     def _reset_graphs(self) -> None:
         self._capture.wait()
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
+        while self._graphs:  # one by one: interrupted between, none that was reset is replayed
+            self._graphs.popitem()[1].reset()
         self._capture.forget()
 
 

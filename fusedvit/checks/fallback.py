@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusedvit.checks.arguments import asked_for, rules_of
-from fusedvit.errors import BEYOND_FP16, ODD_POSITIONS, SPARSE, Reason
+from fusedvit.errors import BEYOND_FP16, EMPTY_ITEMS, ODD_POSITIONS, SPARSE, Reason
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import LastNormNames
 
@@ -59,6 +59,7 @@ ADVICE = {
     ANOTHER_TOWER: "fuse it by itself; torch.nn.DataParallel makes new ones at every call",
     TRANSFORM: "torch.func, forward-mode AD, dispatch and function modes see the original code",
     ODD_POSITIONS: "patches must come in row-major order, padding last, and sides be multiples of the pooling size",
+    EMPTY_ITEMS: "Hugging Face's GLM-4V counts frames without them, and takes the shape of another item",
     SPARSE: "the fused encoder takes dense pixels",
     CHANGING: "somebody writes the tower's parameters all the time",
     CHANGED: "they changed before each of many calls; calls run fused again once two in a row find the same weights",

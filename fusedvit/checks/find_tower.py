@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fusedvit.checks.ownership import ORIGINAL, own_class
+from fusedvit.checks.ownership import fused_class, own_class
 from fusedvit.errors import UnsupportedModel
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.families.unsupported import UNSUPPORTED
@@ -32,7 +32,7 @@ def towers_in(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_tower(cls: type) -> bool:
     """Whether it is a tower class of a family's, or one that was fused: an engine's is in no family."""
-    return family_of(own_class(cls).__name__) is not None or any(ORIGINAL in vars(c) for c in cls.__mro__)
+    return family_of(own_class(cls).__name__) is not None or fused_class(cls) is not None
 
 
 def nothing_in(model: nn.Module) -> str:

@@ -22,6 +22,11 @@ def own_class(cls: Any) -> Any:
     return next(c for c in cls.__mro__ if ORIGINAL not in vars(c) and not c.__module__.startswith(_WRAPPING))
 
 
+def fused_class(cls: type) -> type | None:
+    """The class that `fuse` gave a module of this class: itself or, where somebody derived from it, a base."""
+    return next((c for c in cls.__mro__ if ORIGINAL in vars(c)), None)
+
+
 def foreign_class(tower: nn.Module, engine: Engine = HUGGING_FACE) -> str:
     """The class of `tower`, if it is not one of the engine's own."""
     cls = own_class(type(tower))

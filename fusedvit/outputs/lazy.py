@@ -29,6 +29,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative error in the 2-norm; of other dtypes:
 _CLOSE_OF_HALF = 0.1
 _CHANGED = "fusedvit: hidden_states of {} cannot be computed any more: {} since the call that asked for them ({})"
+_BREAKS = "fusedvit computes hidden states when they are first read, between graphs: read them before fullgraph=True"
+_TRACED = "fusedvit: hidden_states of {} cannot be computed while {} traces: read them before that"
 _ADVICE = "read them before that, or ask for them in a call of their own"
 
 
@@ -144,8 +146,11 @@ class HiddenStates:
         """The hidden states.
 
         Raises:
-            CannotRead: the input or the tower has changed since the call.
+            CannotRead: the input or the tower has changed since the call, or a tracer would record what is computed.
         """
+        tracer = _tracing()
+        if tracer:
+            raise CannotRead(_TRACED.format(self.tower, tracer))
         with self.ambient.restored():
             return self._compute()
 
@@ -165,6 +170,20 @@ class HiddenStates:
         if hidden and hidden[-1] is found.last_hidden_state:
             hidden = (*hidden[:-1], last)  # one tensor, as in Hugging Face's record
         return hidden
+
+
+def _tracing() -> str:
+    """What records the operations of now and cannot be left for some of them; "" for nothing."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
+    if torch.compiler.is_compiling():
+        return "torch.export"
+    if torch.fx._symbolic_trace._is_fx_tracing_flag:  # the function that tells this warns
+        return "torch.fx or make_fx"
+    functorch: Any = torch._C._functorch
+    transforms = functorch.get_interpreter_stack() or ()
+    functionalizes = any(t.key() == functorch.TransformType.Functionalize for t in transforms)
+    return "torch.func.functionalize" if functionalizes else ""
 
 
 def _cannot_read(tower: str, what: str) -> CannotRead:
@@ -199,14 +218,20 @@ class _Incomplete:
     """What a record does until its hidden states are there; it comes before Hugging Face's class among the bases.
 
     Reading, replacing or copying them makes the record a plain one; anything else leaves them uncomputed, also code of
-    `_WALKING` that reads every field: where they cannot be computed any more, that is no reason for it to fail.
+    `_WALKING` that reads every field: where they cannot be computed any more, that is no reason for it to fail. Code
+    that `torch.compile` compiles gets them computed, between two graphs: it guards what it sees, and sees nothing
+    unread.
     """
 
     __slots__ = ()
     _fusedvit_plain: Any
+    _fusedvit_uncompiled: Callable[..., Any]  # calls a function outside of what is compiled
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Of a record built anew from its class, as `torch.utils._pytree` does: complete, or with what is unread."""
+        if torch.compiler.is_dynamo_compiling():
+            self._fusedvit_uncompiled(_Incomplete.__init__, self, *args, **kwargs)
+            return
         record = _become_plain(self)
         record.__init__(*args, **kwargs)
         found = record.__dict__.get(HIDDEN_STATES)
@@ -227,6 +252,8 @@ class _Incomplete:
 
     def _unread(self) -> dict[str, Any]:
         record: Any = self
+        if torch.compiler.is_dynamo_compiling():
+            return self._fusedvit_uncompiled(_completed, record)
         pending: UnreadStates | None = record.__dict__.get(_PENDING)
         known = {name: dict.__getitem__(record, name) for name in OrderedDict.keys(record)}
         if pending is not None:
@@ -250,13 +277,13 @@ class _Incomplete:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key == HIDDEN_STATES:
-            _replace(self, value)
+            _replaced(self, value)
         else:
             super().__setitem__(key, value)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == HIDDEN_STATES:
-            _replace(self, value)
+            _replaced(self, value)
         else:
             super().__setattr__(name, value)
 
@@ -270,6 +297,8 @@ class _Incomplete:
 
 def _completing(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._fusedvit_uncompiled(method, self, *args, **kwargs)
         return getattr(_complete(self), name)(*args, **kwargs)
 
     method.__name__ = name
@@ -294,8 +323,15 @@ def _complete(record: Any) -> Any:
     return record
 
 
+def _completed(record: Any) -> dict[str, Any]:
+    """All that it has, hidden states too. Raises CannotRead, as `_complete`."""
+    return {name: dict.__getitem__(_complete(record), name) for name in OrderedDict.keys(record)}
+
+
 def _read(record: Any) -> Any:
     """Its hidden states; unread where the reader searches."""
+    if torch.compiler.is_dynamo_compiling():
+        return record._fusedvit_uncompiled(_completed, record)[HIDDEN_STATES]
     pending = record.__dict__.get(_PENDING)
     if pending is not None and pending.unread() and _reader().startswith(_WALKING):
         return pending
@@ -310,16 +346,25 @@ def _reader() -> str:
     return str(frame.f_globals.get("__name__"))
 
 
+def _replaced(record: Any, value: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        record._fusedvit_uncompiled(_replace, record, value)
+    else:
+        _replace(record, value)
+
+
 def _replace(record: Any, value: Any) -> None:
     """Puts `value` in place of the hidden states: what is unread, perhaps converted, leaves the record incomplete."""
-    plain = _become_plain(record)
     if isinstance(value, UnreadStates) and value.unread():
-        _become_lazy(plain, value)
+        record.__dict__[_PENDING] = value
     else:
-        plain[HIDDEN_STATES] = value
+        OrderedDict.__setitem__(record, HIDDEN_STATES, value)
+        record.__dict__[HIDDEN_STATES] = value
+        _become_plain(record)
 
 
 def _become_plain(record: Any) -> Any:
+    """In this order, as an interrupt may land between: an incomplete record can be completed."""
     object.__setattr__(record, "__class__", record._fusedvit_plain)
     record.__dict__.pop(_PENDING, None)
     return record
@@ -329,4 +374,11 @@ def _become_plain(record: Any) -> Any:
 def _lazy_class(plain: Any) -> Any:
     """The subclass of an output class `plain` that its incomplete records have, under the same name."""
     body = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(plain.__name__, (_Incomplete, plain), body | {"_fusedvit_plain": plain})
+    outside = staticmethod(torch.compiler.disable(_call, reason=_BREAKS))  # not above: it takes long to import
+    return type(
+        plain.__name__, (_Incomplete, plain), body | {"_fusedvit_plain": plain, "_fusedvit_uncompiled": outside}
+    )
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

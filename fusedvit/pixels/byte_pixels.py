@@ -14,6 +14,7 @@ import torch
 
 from fusedvit.model.normalization import Normalization
 
+_ACCESSES = {"__get__": ".", "__set__": "setting ", "__delete__": "deleting "}
 _OPERATORS = "add,sub,mul,truediv,floordiv,mod,pow,matmul,and,or,xor,lshift,rshift"
 _FLOATS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 
@@ -143,12 +144,12 @@ def _refuse_operators() -> None:
 
 
 def _name_of(func: Any) -> str:
-    """The function's name; of an attribute that is read, a dot and its name."""
+    """The function's name; of an attribute that is read a dot and its name, of one that is set what is done to it."""
     name: str = getattr(func, "__name__", str(func))
-    if name != "__get__":
+    if name not in _ACCESSES:
         return name
-    read: Any = func.__self__
-    return f".{getattr(read, 'fget', read).__name__}"
+    attribute: Any = func.__self__
+    return _ACCESSES[name] + getattr(attribute, "fget", attribute).__name__
 
 
 def _refused(name: str, why: str = "") -> TypeError:
@@ -178,6 +179,16 @@ def _first(name: str, args: Any) -> BytePixels:
 def _fact(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What is no pixel: shapes, places, flags."""
     return func(*args, **kwargs)
+
+
+def _without_gradient(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`requires_grad = False`, as a reentrant checkpoint says of what it has detached: no bytes have a gradient."""
+    name = _name_of(func)
+    x = _first(name, args)
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    if wanted:
+        raise _refused(name, f" to {wanted}")
+    return x
 
 
 def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -317,6 +328,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("index_select", "narrow", "select", "unbind"), _along(1)),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack", "pad_sequence"), _joined),
     "repeat_interleave": _along(2, None),
+    **dict.fromkeys(("setting requires_grad", "requires_grad_"), _without_gradient),
     "pad": _padded,
     "__getitem__": _indexed,
     "__iter__": lambda func, args, kwargs: iter(_along(1)(torch.unbind, args, kwargs)),

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from fusedvit.errors import ODD_POSITIONS, SPARSE, Reason
+from fusedvit.errors import EMPTY_ITEMS, ODD_POSITIONS, SPARSE, Reason
 from fusedvit.kernels.load_inputs import PIXEL_DTYPES, POSITION_DTYPES
 from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
@@ -42,14 +42,15 @@ class Inputs:
         assert self.grid is not None, "this call's grid was on the host"
         return self.grid
 
-    def with_rows(self, rows: list[list[int]], merge_size: int) -> tuple[torch.Tensor, list[Item]] | Reason:
+    def with_rows(self, rows: list[list[int]], spec: VisionSpec) -> tuple[torch.Tensor, list[Item]] | Reason:
         """Pixels and items once the host has read the grid's `rows`, or why the original code must run.
 
         Raises:
             ValueError: see `check_items`.
         """
         if not self.padded:
-            return self.pixels, check_items(rows, self.pixels.shape[0], merge_size)
+            told = _items_or_reason(rows, self.pixels.shape[0], spec)
+            return told if isinstance(told, Reason) else (self.pixels, told)
         odd = next((i for i, row in enumerate(rows) if not row[0]), None)
         if odd is not None:
             return Reason(ODD_POSITIONS, f"image {odd}")
@@ -80,7 +81,8 @@ def check_inputs(
     grid = in_memory(check_grid(grid_thw))
     if is_on_gpu(grid):
         return Inputs(pixels, grid.to(device), None)
-    return Inputs(pixels, None, check_items(grid.tolist(), pixels.shape[0], spec.merge_size))
+    items = _items_or_reason(grid.tolist(), pixels.shape[0], spec)
+    return items if isinstance(items, Reason) else Inputs(pixels, None, items)
 
 
 def check_padded(pixel_values: torch.Tensor, positions: object, spec: VisionSpec) -> Inputs | Reason:
@@ -122,7 +124,7 @@ def without_padding(inputs: Inputs, spec: VisionSpec, device: torch.device, dtyp
     loaded = load_padded(inputs, spec, device, dtype)
     if is_on_gpu(loaded.table):
         return loaded
-    known = loaded.with_rows(loaded.table.tolist(), spec.merge_size)
+    known = loaded.with_rows(loaded.table.tolist(), spec)
     return known if isinstance(known, Reason) else Inputs(known[0], None, known[1])
 
 
@@ -260,6 +262,21 @@ def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[It
     if need != patches:
         raise ValueError(f"fusedvit: grid_thw needs {need} patch rows, pixel_values has {patches}")
     return list(map(Item._make, rows))
+
+
+def _items_or_reason(rows: list[list[int]], patches: int, spec: VisionSpec) -> list[Item] | Reason:
+    """As `check_items`, or why the original code must run.
+
+    With a bicubic position table, frame k is as large as item k to Hugging Face's tower. That is another item's size
+    where an item has no frames. Where there are more frames than items it raises IndexError, and we answer.
+    """
+    items = check_items(rows, patches, spec.merge_size)
+    if spec.position_taps != 16 or all([item.t for item in items]):
+        return items
+    frames = [item for item in items for _ in range(item.t)]
+    if len(frames) > len(items) or all(f[1:] == item[1:] for f, item in zip(frames, items, strict=False)):
+        return items
+    return Reason(EMPTY_ITEMS, f"grid_thw[{next(i for i, item in enumerate(items) if not item.t)}]")
 
 
 def items_of_grid(grid_thw: Grid, merge_size: int) -> list[Item]:

@@ -183,7 +183,7 @@ def attempt(
         outputs = run_planned(runtime, pixels, items, eager_runs)
     found = weights.read_back(mark, check_content, inputs.grid)
     if items is None:
-        known = inputs.with_rows(found.rows, spec.merge_size)
+        known = inputs.with_rows(found.rows, spec)
         if isinstance(known, Reason):
             return known
         pixels, items = known

@@ -92,15 +92,45 @@ class _Borrowed(NamedTuple):
         return _Borrowed([t.data_ptr() for t in tensors], storages, list(map(_address_of, storages)))
 
 
-def _is_repeat(before: ContentCheck | None, now: ContentCheck) -> bool:
+class _Taken(NamedTuple):
+    """Prepared weights and what belongs to them: one record, as an interrupt may land between two assignments.
+
+    Attributes:
+        content: a check of the parameters that they were prepared from, and of their copies.
+        borrowed: what they have in memory of these.
+        pointers: their addresses when they were taken; a tensor's memory may have moved since.
+        kinds: see `WeightCache`.
+    """
+
+    weights: EncoderWeights
+    content: ContentCheck
+    borrowed: _Borrowed
+    pointers: tuple[int, ...]
+    kinds: tuple[int, ...]
+
+    @staticmethod
+    def of(weights: EncoderWeights, content: ContentCheck) -> "_Taken":
+        kinds = tuple(kind for kind, patch in enumerate(weights.patches()) if patch is not None)
+        return _Taken(weights, content, _Borrowed.of(weights.borrowed()), weights.pointers(), kinds)
+
+
+def _is_repeat(before: ContentCheck, now: ContentCheck) -> bool:
     """Whether other parameters hold what those of before did, as far as fingerprints tell."""
     count = len(now.parameters)
-    if before is None or len(before.parameters) != count:
+    if len(before.parameters) != count:
         return False
     others = map(is_not, before.parameters, now.parameters)
     if not any(other and isinstance(p, Parameter) for other, p in zip(others, now.parameters, strict=True)):
         return False  # buffers are other tensors wherever a tower was moved
     return torch.equal(before.expected[:count], now.expected)
+
+
+def _lent_from(taken: _Taken, parameters: Sequence[torch.Tensor]) -> EncoderWeights | None:
+    """The weights with what they borrow taken from `parameters`, in the order of those of their content; None where
+    somebody moved these while they were prepared."""
+    by_address = dict(zip(taken.content.addresses, parameters, strict=True))
+    borrowed = taken.borrowed.pointers
+    return taken.weights.lent(borrowed, by_address) if by_address.keys() >= {*borrowed} else None
 
 
 class _Refusal(NamedTuple):
@@ -125,7 +155,6 @@ class WeightCache:
         changes: how often since the tower was another than before; not where somebody asked for it or gave them back.
         moves: how often parameters have moved with their content unchanged, since weights were last released.
         repeats: preparations in a row from other parameters that held what those before them did.
-        kinds: of pixels that the weights take, of `kernels.load_inputs.KINDS`.
     """
 
     def __init__(
@@ -147,7 +176,6 @@ class WeightCache:
         """
         self.version = self.prepared = self.changes = self.moves = self.repeats = 0
         self._asked = False
-        self.kinds: tuple[int, ...] = ()
         self._source = source
         self._on_move = on_move
         self._on_loss = on_loss
@@ -157,16 +185,12 @@ class WeightCache:
 
     def _forget(self) -> None:
         self._snapshot: Snapshot | None = None
-        self._weights: EncoderWeights | None = None
-        self._content: ContentCheck | None = None
+        self._taken: _Taken | None = None
         self._ingredients: Ingredients | None = None
         self._digest: list[int] | None = None  # of all that the parameters held, where that was asked
-        self._pointers: tuple[int, ...] = ()
         self._lost = False
         self._refusal: _Refusal | None = None
         self._refusals = 0  # judgements since weights were last taken
-        self._borrowed = _Borrowed.of(())
-        self.kinds = ()
 
     def release(self) -> None:
         """Gives everything back; the next use prepares weights again."""
@@ -187,14 +211,21 @@ class WeightCache:
         Raises:
             WeightsReleased: they were given back since.
         """
-        if self._weights is None:
+        taken = self._taken
+        if taken is None:
             raise WeightsReleased
-        return self._weights
+        return taken.weights
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Of pixels that the weights take, of `kernels.load_inputs.KINDS`."""
+        taken = self._taken
+        return () if taken is None else taken.kinds
 
     def held_bytes(self) -> int:
         """Bytes of prepared copies."""
-        weights = self._weights
-        return 0 if weights is None else weights.held_bytes()
+        taken = self._taken
+        return 0 if taken is None else taken.weights.held_bytes()
 
     def first_parameter(self) -> torch.Tensor:
         """A parameter, for its device and dtype: without a walk of the tower where weights are prepared.
@@ -219,22 +250,22 @@ class WeightCache:
         Args:
             kind: of the pixels that they are to take, one of `kernels.load_inputs.KINDS`.
         """
-        weights = self._weights
-        if self._snapshot is None or weights is None or not self.in_place() or kind not in self.kinds:
+        taken = self._taken
+        if self._snapshot is None or taken is None or not self.in_place() or kind not in taken.kinds:
             return False
-        weight = weights.patch.weight
+        weight = taken.weights.patch.weight
         return weight.device == parameter.device and weight.dtype == parameter.dtype
 
     def in_place(self) -> bool:
         """Whether what the weights borrow lies where it did: asked before a captured graph reads through addresses of
         then, as others may move or free the memory of parameters."""
-        borrowed = self._borrowed
-        return list(map(_address_of, borrowed.storages)) == borrowed.addresses
+        taken = self._taken
+        return taken is None or list(map(_address_of, taken.borrowed.storages)) == taken.borrowed.addresses
 
     def mark(self) -> StreamMark | None:
         """Where the current stream of the weights' GPU is, for `read_back`; None on a CPU."""
-        content = self._content
-        return None if content is None or content.marks is None else content.marks.here()
+        taken = self._taken
+        return None if taken is None or taken.content.marks is None else taken.content.marks.here()
 
     def read_back(self, mark: StreamMark | None, check_content: bool, grid: torch.Tensor | None) -> ReadBack:
         """Whether the weights are still those of the tower, and the rows of `grid`: one host read at most.
@@ -250,14 +281,14 @@ class WeightCache:
         Raises:
             WeightsReleased: they were given back since.
         """
-        content, snapshot = self._content, self._snapshot
-        if content is None:
+        taken, snapshot = self._taken, self._snapshot
+        if taken is None:
             raise WeightsReleased
         in_place = snapshot is not None and snapshot.in_place()
         check_content = check_content and in_place
         if not check_content and grid is None:
             return ReadBack(in_place and self.host_unchanged(), [])
-        found = content.begin(mark, check_content, grid).wait(self.host_unchanged)
+        found = taken.content.begin(mark, check_content, grid).wait(self.host_unchanged)
         if found.lost:
             self._lost = True
         return found if in_place else found._replace(unchanged=False)
@@ -268,8 +299,10 @@ class WeightCache:
         It can be asked when they have been prepared again or given back, and waits for the GPU then. Where another
         thread has given them back since the call that asks, it is of the tower as it stands.
         """
-        snapshot, content = self._snapshot, self._content
-        if snapshot is None or content is None:
+        snapshot, taken = self._snapshot, self._taken
+        if snapshot is not None and taken is not None:
+            content = taken.content
+        else:
             source = self._source()
             with torch.inference_mode(False), torch.no_grad():
                 snapshot, content = source.snapshot(), self._read(source)
@@ -289,31 +322,23 @@ class WeightCache:
         weights writes those of a frozen tower, too. Prepared copies stay as they are; what is borrowed may lie
         elsewhere.
         """
-        snapshot, content, weights = self._snapshot, self._content, self._weights
-        if snapshot is None or content is None or weights is None or self._lost or not {*kinds} <= {*self.kinds}:
+        snapshot, taken = self._snapshot, self._taken
+        if snapshot is None or taken is None or self._lost or not {*kinds} <= {*self.kinds}:
             return False
         now = snapshot.renewed()  # before the rest: whoever moves or writes them meanwhile is noticed
         in_place, written = snapshot.in_place(), now.versions() != snapshot.versions()
         if (in_place and snapshot.unchanged()) or not now.unchanged() or (written and self._digest is None):
             return False
+        content = taken.content
         moved = content.moved(self._ops(content.sources.pointers.device))
         if moved is None or (written and moved.digest() != self._digest):
             return False
-        lent = self._lent_from(weights, content, content.parameters)
+        lent = _lent_from(taken, content.parameters)
         if lent is None:
             return False
         self.moves += not in_place
         self._take(lent, moved, now, self._ingredients)
         return True
-
-    def _lent_from(
-        self, weights: EncoderWeights, content: ContentCheck, parameters: Sequence[torch.Tensor]
-    ) -> EncoderWeights | None:
-        """`weights` with what they borrow taken from `parameters`, in the order of those of `content`; None where
-        somebody moved these while they were prepared."""
-        by_address = dict(zip(content.addresses, parameters, strict=True))
-        borrowed = self._borrowed.pointers
-        return weights.lent(borrowed, by_address) if by_address.keys() >= {*borrowed} else None
 
     def prepare(self) -> Reason | None:
         """Prepares weights from the tower as it stands, or says why it cannot run fused; waits for the GPU.
@@ -360,8 +385,8 @@ class WeightCache:
 
     def _prepare(self, source: Source) -> Reason | None:
         if self._lost:
-            self._lost, self._ingredients = False, None
             self._on_loss()
+            self._lost, self._ingredients = False, None
         parameters = source.parameters()
         device = next(iter(parameters.values())).device
         self._on_prepare(device)
@@ -379,7 +404,7 @@ class WeightCache:
             self._digest = digest if digest is not None and snapshot.unchanged() else None
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
-        self.moves += kept is not None and weights.pointers() != self._pointers
+        self.moves += kept is not None and weights.pointers() != self._pointers()
         self._take(weights, content, snapshot, ingredients)
         return None
 
@@ -389,11 +414,11 @@ class WeightCache:
         """The weights that are there, and a check of `now` with their copies, if they would be prepared so again: the
         same parameters with the same fingerprints, at the same versions or with the same digest. And the digest of what
         `now` read; None where none was taken."""
-        weights, content, before = self._weights, self._content, self._ingredients
-        if weights is None or content is None or ingredients is None or before is None or ingredients[0] != before[0]:
+        taken, before = self._taken, self._ingredients
+        if taken is None or ingredients is None or before is None or ingredients[0] != before[0]:
             return None, None
-        whole = now.with_copies(weights.copies(), self._ops(now.sources.pointers.device))
-        lent = self._lent_from(weights, content, now.parameters) if content.agrees_with(whole) else None
+        whole = now.with_copies(taken.weights.copies(), self._ops(now.sources.pointers.device))
+        lent = _lent_from(taken, now.parameters) if taken.content.agrees_with(whole) else None
         if lent is None:
             return None, None
         written = None in ingredients[1] or ingredients[1] != before[1]
@@ -402,9 +427,10 @@ class WeightCache:
 
     def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:
         """Weights of what `content` read, in the memory of those before, and a check of their copies, too."""
-        self.repeats = self.repeats + 1 if _is_repeat(self._content, content) else 0
+        taken = self._taken
+        self.repeats = self.repeats + 1 if taken is not None and _is_repeat(taken.content, content) else 0
         self._snapshot = self._ingredients = None  # where this fails on the way, copies are of neither tower
-        weights = source.prepare(source.parameters(), self._weights)
+        weights = source.prepare(source.parameters(), None if taken is None else taken.weights)
         self.prepared += 1
         self.changes += not self._asked
         self._asked = False
@@ -417,24 +443,28 @@ class WeightCache:
 
     def _let_go(self, source: Source) -> None:
         """Forgets weights that hold memory which the tower no longer has."""
-        content = self._content
-        if content is not None and not content.held_by(source.each_parameter()):
+        taken = self._taken
+        if taken is not None and not taken.content.held_by(source.each_parameter()):
             self.version += 1
+            self._on_move()  # before these are forgotten: interrupted between, who reads them would stay
             self._forget()
-            self._on_move()
+
+    def _pointers(self) -> tuple[int, ...]:
+        taken = self._taken
+        return () if taken is None else taken.pointers
 
     def _take(
         self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot, ingredients: Ingredients | None
     ) -> None:
-        """Puts these in place of those before. In this order, as others may be running: until the snapshot is there no
-        run is accepted, and by then one that found the weights before has begun with an older version."""
-        pointers, before = weights.pointers(), self._pointers  # integers of then: a tensor's memory may have moved
+        """Puts these in place of those before. In this order, as others may be running, and an interrupt may end it
+        anywhere: until the snapshot is there no run is accepted and the next call prepares, and by then one that found
+        the weights before has begun with an older version."""
+        taken, before = _Taken.of(weights, content), self._pointers()
         self._snapshot = self._refusal = None
         self._refusals = 0
-        self._weights, self._content, self._ingredients = weights, content, ingredients
-        self._borrowed, self._pointers = _Borrowed.of(weights.borrowed()), pointers
-        self.kinds = tuple(kind for kind, patch in enumerate(weights.patches()) if patch is not None)
+        if before and before != taken.pointers:
+            self._on_move()
+        self._taken = taken
+        self._ingredients = ingredients
         self.version += 1
         self._snapshot = snapshot
-        if before and before != pointers:
-            self._on_move()

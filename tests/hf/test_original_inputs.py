@@ -87,6 +87,26 @@ def test_a_grid_of_rows_goes_where_the_pixels_are_if_the_tower_is_everywhere() -
         assert for_original(Holder(), torch.empty(4, 96), [(1, 2, 2)])[1].device.type == "cpu"
 
 
+NO_FRAMES = {  # and whether frame k is of another size than item k
+    "last": ([(1, 8, 4), (0, 4, 4)], False),
+    "first": ([(0, 2, 8), (1, 4, 4)], True),
+    "first, of the same size": ([(0, 4, 4), (1, 4, 4)], False),
+    "before frames": ([(1, 4, 8), (0, 4, 4), (2, 4, 8)], True),
+}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["grid on the host", "grid on a GPU"])
+@pytest.mark.parametrize("where", NO_FRAMES)
+@each_of(BY_GRID)
+def test_items_without_frames(name: str, where: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM-4V's positions are those of another item then, unless that has the same size."""
+    monkeypatch.setattr("fusedvit.runtime.inputs.is_on_gpu", lambda _: on_gpu)
+    original, tower, (grid, other) = family_tower(name), family_tower(name), NO_FRAMES[where]
+    call, handle = Call.of(original, grid), fusedvit.fuse(tower)
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["original"] == ({"items without frames": 1} if other and name.startswith("Glm4v") else {})
+
+
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "meta": lambda x: x.to("meta"),
     "coo": lambda x: x.to_sparse(),

@@ -485,7 +485,7 @@ MUTANTS = (
     _never(
         "graphs of addresses of before",
         CACHE,
-        "before and before != pointers",
+        "before and before != taken.pointers",
         "hf/memory:graphs_go hf/memory:no_kernel",
     ),
     Mutant("content that was lost", READ, "lost = n is not None and not", "lost = False and not", "hf/memory:sleep"),
@@ -690,7 +690,7 @@ MUTANTS = (
     Mutant(
         "content of kept weights",
         CACHE,
-        "if content.agrees_with(whole) else None",
+        "if taken.content.agrees_with(whole) else None",
         "if True else None",
         "hf/kept_weights:written_meanwhile",
     ),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from fusedvit.model.normalization import Normalization
@@ -133,6 +134,10 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "new_tensor": lambda x: torch.zeros(1).new_tensor(x),
     "vmap": lambda x: torch.vmap(lambda row: row.float() * 2)(x),
     "operator": lambda x: torch.ops.aten.mul.Tensor(x, 2.0),
+    "gradient": lambda x: setattr(x, "requires_grad", True),
+    "gradient, by a method": lambda x: x.requires_grad_(),
+    "attribute": lambda x: setattr(x, "data", torch.zeros(1)),
+    "no attribute": lambda x: delattr(x, "grad"),
     "linear": lambda x: torch.nn.functional.linear(x.float(), torch.zeros(2, x.shape[1])),
 }
 
@@ -165,6 +170,27 @@ def test_what_would_compute_with_bytes_raises(kind: str, still: bool) -> None:
     with pytest.raises(TypeError, match="fusedvit: .* on BytePixels.*pixels"):
         REFUSED[kind](x)
     assert torch.equal(x.unmarked(), before)
+
+
+def test_what_refuses_names_the_attribute() -> None:
+    with pytest.raises(TypeError, match="^fusedvit: setting requires_grad on BytePixels to True"):
+        marked().requires_grad = True
+    with pytest.raises(TypeError, match="^fusedvit: deleting grad on BytePixels"):
+        del marked().grad
+
+
+def test_a_reentrant_checkpoint() -> None:
+    """It detaches what it is given, and says that no gradient is wanted."""
+    x, seen, scale = marked(), list[Any](), torch.ones((), requires_grad=True)
+    assert x.requires_grad_(False) is x
+
+    def run(pixels: Any, factor: torch.Tensor) -> torch.Tensor:
+        seen.append(pixels)
+        return pixels.pixels().sum() * factor
+
+    checkpoint(run, x, scale, use_reentrant=True).backward()
+    assert torch.equal(scale.grad, x.pixels().sum())
+    assert [(type(p), p.requires_grad) for p in seen] == [(BytePixels, False)] * 2
 
 
 def test_still_images_join_video() -> None:

@@ -1,0 +1,196 @@
+"""An interrupt may land anywhere: what was half done is done again, or is as it was."""
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import fusedvit
+from fusedvit.forks import is_held
+from fusedvit.fused_encoder import FusedEncoder
+from tests.support.graphs_on_cpu import GRID, LIMITS
+from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
+from tests.unit.graphs.stand_in import graphs_on_cpu
+
+CACHE, PREPARED, MANAGER = "fusedvit/runtime/weight_cache.py", "fusedvit/prepared_tower.py", "graphs/manager.py"
+API, HOOKS, HANDLE = "fusedvit/api.py", "checks/accelerate_hooks.py", "fusedvit/fused_encoder.py"
+
+
+def small_tower() -> Any:
+    return tiny_tower(depth=1, deepstack_visual_indexes=[0])
+
+
+def interrupted(act: Callable[[], object], at: int, *files: str) -> str:
+    """Where in `files` an interrupt landed, as `act` came to place number `at` there; "" if it has fewer.
+
+    CPython handles signals where a function of Python begins, and where one of C has returned.
+    """
+    places, where = 0, ""
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal places, where
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(files):
+            places += 1
+            if places == at:
+                where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+
+    sys.setprofile(note)
+    try:
+        act()
+    except KeyboardInterrupt:
+        assert where, "the only interrupt is ours"
+    finally:
+        sys.setprofile(None)
+    return where
+
+
+def is_free(handle: FusedEncoder) -> bool:
+    """Whether another thread can prepare weights."""
+    found: list[bool] = []
+    asking = threading.Thread(target=lambda: found.append(not is_held(handle.prepared._lock)))
+    asking.start()
+    asking.join()
+    return found[0]
+
+
+def test_a_first_call() -> None:
+    base = small_tower()
+    call = Call.of(base, GRIDS["smallest"])
+    expected, at, where = call.run(base), 0, "somewhere"
+    while where:
+        at += 1
+        tower = copy_of(base)
+        handle = fusedvit.fuse(tower)
+        where = interrupted(lambda tower=tower: call.run(tower), at, CACHE, PREPARED)
+        for _ in range(2):
+            assert_same(call.run(tower), expected), where
+        assert handle.stats()["fused"] == 2 + (not where) and is_free(handle), where
+
+
+def moved(tower: Any) -> None:
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def moved_and_written(tower: Any) -> None:
+    moved(tower)
+    with torch.no_grad():
+        tower.merger.linear_fc2.bias.add_(0.5)
+
+
+@pytest.mark.parametrize("change", [moved, moved_and_written], ids=lambda change: change.__name__)
+def test_a_call_that_takes_other_weights(change: Callable[[Any], None]) -> None:
+    """With graphs, which read weights by their addresses."""
+    base, at, where = small_tower(), 0, "somewhere"
+    call = Call.of(base, GRID)
+    changed = copy_of(base)
+    change(changed)
+    expected = call.run(changed)
+    while where:
+        at += 1
+        tower = copy_of(base)
+        handle = fusedvit.fuse(tower)
+        handle.refresh()
+        with torch.inference_mode(), graphs_on_cpu(handle, LIMITS):
+            call.run(tower)
+            before = [p.data for p in tower.parameters()]
+            change(tower)
+            where = interrupted(lambda tower=tower: call.run(tower), at, CACHE, PREPARED, MANAGER)
+            for old in before:
+                old.fill_(torch.nan)  # whoever reads there is found out
+            for _ in range(2):
+                assert_same(call.run(tower), expected)
+        assert is_free(handle), where
+
+
+@pytest.mark.parametrize("act", ["release", "reconfigure"])
+def test_what_gives_back(act: str) -> None:
+    tower, at, where = small_tower(), 0, "somewhere"
+    call = Call.of(tower, GRID)
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    other = replace(handle.config, watch_data=not handle.config.watch_data)
+    with torch.inference_mode():
+        while where:
+            at += 1
+            handle.refresh()
+            with graphs_on_cpu(handle, LIMITS):
+                call.run(tower)
+                ways = {"release": handle.release, "reconfigure": lambda: handle.reconfigure(other)}
+                where = interrupted(ways[act], at, CACHE, PREPARED, MANAGER)
+                for _ in range(2):
+                    assert_same(call.run(tower), expected)
+                assert is_free(handle), where
+
+
+def test_fusing() -> None:
+    base, at, where = small_tower(), 0, "somewhere"
+    call = Call.of(base, GRIDS["smallest"])
+    while where:
+        at += 1
+        tower = copy_of(base)
+        where = interrupted(lambda tower=tower: fusedvit.fuse(tower), at, API, HOOKS)
+        handle = fusedvit.fuse(tower)
+        call.run(tower)
+        assert handle.stats()["fused"] == 1, where
+
+
+@pytest.mark.parametrize("again", [fusedvit.fuse, fusedvit.unfuse], ids=["fuse", "unfuse"])
+def test_unfusing(again: Callable[[Any], Any]) -> None:
+    base, at, where = small_tower(), 0, "somewhere"
+    call = Call.of(base, GRIDS["smallest"])
+    while where:
+        at += 1
+        tower = copy_of(base)
+        handle = fusedvit.fuse(tower)
+        where = interrupted(lambda tower=tower: fusedvit.unfuse(tower), at, API, HOOKS, HANDLE)
+        found = again(tower)
+        call.run(tower)
+        if again is fusedvit.fuse:
+            assert found.state() == "fused" and found.stats()["fused"] == 1, where
+        else:
+            assert type(tower) is type(base) and vars(tower).keys() == vars(base).keys(), where
+            assert handle.state() == "unfused", where
+
+
+def test_what_raises_leaves_a_tower_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    tower = small_tower()
+    cls, names = type(tower), set(vars(tower))
+    monkeypatch.setattr(FusedEncoder, "check_early", raising)
+    with pytest.raises(KeyboardInterrupt):
+        fusedvit.fuse(tower)
+    assert type(tower) is cls and set(vars(tower)) == names
+
+
+def read(record: Any) -> Any:
+    return record.hidden_states
+
+
+def replaced(record: Any) -> Any:
+    record.hidden_states = (torch.zeros(1),)
+
+
+@pytest.mark.parametrize("use", [read, replaced], ids=["read", "replaced"])
+def test_a_record(use: Callable[[Any], Any]) -> None:
+    tower, at, where = small_tower(), 0, "somewhere"
+    call = Call.of(tower, GRIDS["smallest"])
+    expected = tower(call.pixels, grid_thw=call.grid, output_hidden_states=True).hidden_states
+    fusedvit.fuse(tower)
+    right = expected if use is read else (torch.zeros(1),)
+    while where:
+        at += 1
+        record = tower(call.pixels, grid_thw=call.grid, output_hidden_states=True)
+        where = interrupted(lambda record=record: use(record), at, "outputs/lazy.py")
+        use(record)
+        for found in record.hidden_states, record["hidden_states"], record.to_tuple()[-1]:
+            assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(found, right, strict=True)), where
+        assert len(record.copy()) == len(record), where
