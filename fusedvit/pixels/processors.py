@@ -75,7 +75,8 @@ def restore(processor: Any) -> Any:
     for part in parts_of(processor).values():
         if not hasattr(part, "__dict__"):
             raise TypeError(f"fusedvit: processor must be one of Hugging Face's, got {type(part).__name__}")
-        part.__class__ = _original_of(part)
+        if type(part) is not _original_of(part):  # not every class may be assigned, not even to its own instance
+            part.__class__ = _original_of(part)
         part.__dict__.pop(STATE, None)
     return processor
 
