@@ -164,9 +164,7 @@ class FusedEncoder:
                 return inputs
             for _ in range(1 if again else OVERTAKEN):
                 found = self._attempt_once(inputs, replay)
-                if isinstance(found, Reason):
-                    return found
-                if found.unchanged:
+                if isinstance(found, Reason) or found.unchanged:
                     return found
                 replay, reason = None, prepared.prepare(found.weights_version)
                 if reason is not None:

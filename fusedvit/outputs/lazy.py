@@ -325,7 +325,8 @@ def _complete(record: Any) -> Any:
 
 def _completed(record: Any) -> dict[str, Any]:
     """All that it has, hidden states too. Raises CannotRead, as `_complete`."""
-    return {name: dict.__getitem__(_complete(record), name) for name in OrderedDict.keys(record)}
+    complete = _complete(record)
+    return {name: dict.__getitem__(complete, name) for name in OrderedDict.keys(complete)}
 
 
 def _read(record: Any) -> Any:
@@ -364,7 +365,8 @@ def _replace(record: Any, value: Any) -> None:
 
 
 def _become_plain(record: Any) -> Any:
-    """In this order, as an interrupt may land between: an incomplete record can be completed."""
+    """Gives a record Hugging Face's own class. The class comes first, as an interrupt may land between: a record that
+    was still incomplete, but no longer knew how to compute its hidden states, could never be completed."""
     object.__setattr__(record, "__class__", record._fusedvit_plain)
     record.__dict__.pop(_PENDING, None)
     return record
