@@ -116,26 +116,22 @@ class FusedEncoder:
         self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
     ) -> Answer | None:
         """As a call, with the items that its outputs are of. Every call is counted, whatever it ends in."""
-        self._stats.add(calls=1)
-        marked = type(pixel_values) is BytePixels
-        pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
-        reason = transforms.active(pixels, grid_thw)
-        if self._tower() is not tower:
-            reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
-        if reason is not None:
-            self._fall_back(reason)
-            return None
-        runtime = self.prepared.runtime if self._ran_fused else None  # who falls back once does so again, mostly
-        replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
-        before = self.weights.prepared
+        marked, replay = type(pixel_values) is BytePixels, None
         try:
+            pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
+            reason = transforms.active(pixels, grid_thw)
+            if self._tower() is not tower:
+                what = f"this {type(tower).__name__} is a copy of the one that was fused"
+                reason = Reason(fallback.ANOTHER_TOWER, what)
+            if reason is not None:
+                self._fall_back(reason)
+                return None
+            runtime = self.prepared.runtime if self._ran_fused else None  # who falls back once does so again, mostly
+            replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra) or self._pause.take()
-            found = reason or self._attempt_until_unchanged(pixels, grid_thw, replay, marked)
-            if reason is None:
-                self._note_preparations(found, self.weights.prepared != before)
-        except (KernelsNotReady, KernelFailed) as why:
-            found = Reason(fallback.NOT_READY, str(why))
+            found = reason or self._attempt_as_ready(pixels, grid_thw, replay, marked)
         finally:
+            self._stats.add(calls=1)  # not before: until a replay has begun, the GPU has nothing to do
             if replay is not None:
                 replay.drop()
         self._ran_fused = not isinstance(found, Reason)
@@ -145,6 +141,18 @@ class FusedEncoder:
         self._stats.add(fused=1, items=len(found.items), patch_tokens=sum([item.tokens for item in found.items]))
         assert found.outputs is not None, "a run on unchanged weights has outputs"
         return Answer(found.outputs, found.items)
+
+    def _attempt_as_ready(
+        self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
+    ) -> Attempt | Reason:
+        """What a call gives, or why it cannot run fused, kernels that are still missing among that."""
+        before = self.weights.prepared
+        try:
+            found = self._attempt_until_unchanged(pixels, grid_thw, replay, marked)
+            self._note_preparations(found, self.weights.prepared != before)
+        except (KernelsNotReady, KernelFailed) as why:
+            return Reason(fallback.NOT_READY, str(why))
+        return found
 
     def _attempt_until_unchanged(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool

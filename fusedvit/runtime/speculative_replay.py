@@ -20,7 +20,7 @@ import torch
 
 from fusedvit.errors import Reason
 from fusedvit.graphs.packing import sole_budget
-from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, MAX_ROWS, PIXEL_DTYPES, STILL_BYTES
+from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, MAX_ROWS, PIXEL_DTYPES, STILL_BYTES, can_load
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
@@ -205,13 +205,14 @@ def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
 
 def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: bool) -> bool:
     """Whether these are plain pixels of the right shape on the tower's device, which is current, and a grid for them
-    that lies there or on the host; of padded images positions that lie there. Their memory is their value.
+    that lies there or on the host; of padded images positions that lie there. What kernels read has its values in its
+    memory; of plain pixels `encoder.load` asks that.
 
     A subclass may act on what is done to it, and so may what traces, captures or differentiates.
     """
     if type(pixels) is not torch.Tensor or pixels.device != runtime.device or pixels.requires_grad:
         return False
-    if pixels.is_nested or pixels.layout is not torch.strided or pixels.is_neg() or pixels._is_zerotensor():
+    if pixels.is_nested or pixels.layout is not torch.strided:
         return False
     if type(grid) is torch.Tensor and (  # its memory is read, here or by a kernel
         grid.is_nested or grid.layout is not torch.strided or grid.is_neg() or grid._is_zerotensor()
@@ -222,7 +223,7 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
     spec, dtype = runtime.spec, pixels.dtype
     whole = dtype.is_floating_point and pixels.ndim and pixels.shape[-1] == spec.patch_width
     if spec.padded:
-        right = pixels.ndim == 3 and whole and dtype in PIXEL_DTYPES and pixels.is_contiguous()
+        right = pixels.ndim == 3 and whole and dtype in PIXEL_DTYPES and can_load(pixels, runtime.device)
     else:
         right = pixels.ndim == 2 and (whole or (marked and _takes_bytes(pixels, runtime)))
     if type(grid) is torch.Tensor and grid.device == runtime.device:

@@ -563,7 +563,8 @@ MUTANTS = (
         "return tensor",
         "unit/speculative_replay:kernels_get",
     ),
-    _without("replays of negative views", REPLAY, " or pixels.is_neg()", "unit/speculative_replay:kernels_get"),
+    _without("replays of negative grids", REPLAY, " or grid.is_neg()", "unit/speculative_replay:kernels_get"),
+    _without("loads of negatives", LOAD, "\n        and not pixels.is_neg()", "unit/speculative_replay:kernels_get"),
     _without("the plan of a replay", REPLAY, " or batch.budget != self.budget", "unit/speculative_replay"),
     Mutant(
         "the lock of a replay",
