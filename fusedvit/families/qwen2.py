@@ -14,10 +14,10 @@ ERNIE_NAMES = replace(NAMES, merger=LastNormNames("ln"))
 
 
 def spec_from_config(config: Any) -> VisionSpec:
-    """The spec behind a `vision_config` of this family, whose `hidden_size` is the language model's.
+    """The spec of a Qwen2-VL `vision_config`, whose `hidden_size` is the language model's.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: the activation is unknown.
     """
     return spec_with(
         config,
@@ -30,7 +30,7 @@ def spec_from_config(config: Any) -> VisionSpec:
 
 
 def ernie_spec(config: Any) -> VisionSpec:
-    """The spec behind an ERNIE 4.5 VL tower's config. Raises ValueError, as `spec_from_config`."""
+    """The spec of an ERNIE 4.5 VL tower's config. Raises ValueError, as `spec_from_config`."""
     return spec_with(
         config,
         GELUS,

@@ -355,7 +355,7 @@ def _capacity(tokens: int, limits: Limits, layout: Layout) -> Capacity:
 
 
 def _overlap_room(plans: dict[int, EncoderPlan]) -> tuple[int, int]:
-    """The most overlapped mergers, and the most patch tokens with any, over `plans` (patch tokens -> plan)."""
+    """The most overlapped mergers, and the most patch tokens with any; `plans` are by patch tokens."""
     some = [(len(plan.overlapped), tokens) for tokens, plan in plans.items() if plan.overlapped]
     return max((mergers for mergers, _ in some), default=0), max((tokens for _, tokens in some), default=0)
 
