@@ -87,7 +87,7 @@ class SandwichWeights:
     own: tuple[str, ...] = ("clips",)
 
     def clip(self, first: str, last: str = "") -> torch.Tensor | None:
-        """The bounds `[2]` of `first`, or `[n, 2]` of the tensors from `first` to `last`; None if nothing is clamped."""
+        """The bounds `[2]` of `first`, or `[n, 2]` of tensors from `first` to `last`; None if nothing is clamped."""
         if self.clips is None:
             return None
         i = CLIPPED.index(first)
