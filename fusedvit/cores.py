@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, in cgroup v2
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # the container's own control group, in cgroup v2
 
 
 def available_cores() -> int:

@@ -9,7 +9,7 @@ ODD_POSITIONS = "odd positions"  # kinds of `Reason`
 EMPTY_ITEMS = "items without frames"
 SPARSE = "sparse pixels"
 BEYOND_FP16 = "beyond fp16"
-PREFIX = "fusedvit: "  # of every message
+PREFIX = "fusedvit: "  # begins every message
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 

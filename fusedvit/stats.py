@@ -25,7 +25,7 @@ from fusedvit.runtime.captured_encoder import TowerGraphs
 
 logger = logging.getLogger("fusedvit")
 
-MOST_LINES = 25  # of a report
+MOST_LINES = 25  # most lines of a report
 MOST_STALE = 3  # report lines about what is wrong with a tuning table
 
 

@@ -19,7 +19,7 @@ from fusedvit.graphs.limits import Limits
 
 TOKEN_BUDGET = "token budget"  # why an item overflows, as `stats()` counts it
 OPEN_BATCHES = 64  # most batches that a piece may still join, so that planning stays linear in the pieces
-_TOKENS_THEN_FRAMES = itemgetter(3, 2)  # of a Piece
+_TOKENS_THEN_FRAMES = itemgetter(3, 2)  # fields of a `Piece`
 
 
 # Work and Piece are created for every item of every call: a tuple costs a third of a frozen dataclass.

@@ -65,7 +65,7 @@ class Source:
         return hidden
 
     def unread(self) -> bool:
-        """Whether nobody has read them yet."""
+        """Whether the hidden states have not been computed yet."""
         return self._hidden is None
 
     def will_convert(self, tensor: "UnreadTensor") -> None:
@@ -200,7 +200,7 @@ class UnreadStates(tuple[Any, ...]):
         return tuple(tuple.__iter__(self))
 
     def unread(self) -> bool:
-        """Whether nobody has read them yet."""
+        """Whether the hidden states have not been computed yet."""
         return self._source.unread()
 
     def read(self) -> Hidden:
@@ -248,7 +248,7 @@ for _name in ("getitem", "contains", "hash", "eq", "ne", "lt", "le", "gt", "ge",
     setattr(UnreadStates, f"__{_name}__", _reading(f"__{_name}__"))
 for _name in ("count", "index", "__getnewargs__"):
     setattr(UnreadStates, _name, _reading(_name))
-UnreadStates.__radd__ = lambda self, other: other + self.read()  # type: ignore[attr-defined]  # `tuple` has no `__radd__`
+UnreadStates.__radd__ = lambda self, other: other + self.read()  # type: ignore[attr-defined]  # a tuple has none
 
 
 def _leaves(states: UnreadStates) -> tuple[list[Any], None]:

@@ -106,7 +106,7 @@ def fill(
 
 
 def end_with_parent() -> None:
-    """Has the kernel kill this process when the thread that forked it ends, for whatever reason."""
+    """Has Linux kill this process when the thread that forked it ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

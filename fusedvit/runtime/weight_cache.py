@@ -355,7 +355,7 @@ class WeightCache:
         elif source.is_judged_by_state():
             self._note(reason, source)
         if reason is not None:
-            self._snapshot = None  # so that the tower is judged again
+            self._snapshot = None  # whatever changes next, the tower is judged again
             self._let_go(source)
         return reason
 
@@ -431,7 +431,7 @@ class WeightCache:
         """Weights from what `content` read, in the memory of the old ones, and `content` extended by their copies."""
         taken = self._taken
         self.repeats = self.repeats + 1 if taken is not None and _is_repeat(taken.content, content) else 0
-        self._snapshot = self._ingredients = None  # if this fails midway, the copies match neither state of the tower
+        self._snapshot = self._ingredients = None  # where this fails midway, copies match neither state of the tower
         weights = source.prepare(source.parameters(), None if taken is None else taken.weights)
         self.prepared += 1
         self.changes += not self._asked

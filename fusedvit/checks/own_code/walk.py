@@ -119,7 +119,7 @@ class CodeWalk:
             found = definition_of(function)
         if found != expected or not isinstance(function, FunctionType):
             self.found.note_foreign(f"{where} is {describe(value)}")
-            self.found.keep(function)  # it may differ in its body only
+            self.found.keep(function)  # its body may be what differs
             return None
         decorators = decorators_of(function.__code__, expected.module) if wrappers else None
         for wrapper in wrappers:
