@@ -14,10 +14,10 @@ ERNIE_NAMES = replace(NAMES, merger=LastNormNames("ln"))
 
 
 def spec_from_config(config: Any) -> VisionSpec:
-    """The spec of a Qwen2-VL `vision_config`, whose `hidden_size` is the language model's.
+    """The spec behind a `vision_config` of this family, whose `hidden_size` is the language model's.
 
     Raises:
-        ValueError: the activation is unknown.
+        ValueError: an unknown activation.
     """
     return spec_with(
         config,
