@@ -41,8 +41,8 @@ _HOMES = {
 
 
 def _is_our_checkout(root: _Path) -> bool:
-    """Whether `root` holds this project's sources. In site-packages the answer must be no: `root / "kernels"` would
-    there be another project's package, and `fusedvit.kernels` would silently be that."""
+    """Whether `root` holds this project's sources. For site-packages the answer must be no: `root / "kernels"` would be
+    another project's package there, and `fusedvit.kernels` would silently import it."""
     project = root / "pyproject.toml"
     return project.is_file() and 'name = "fusedvit"' in project.read_text(encoding="utf-8").splitlines()
 

@@ -10,10 +10,10 @@ def main() -> None:
 
 
 def _command() -> None:
-    if os.environ.get("COLUMNS") == "0":  # consoles that do not know their width; rich would print nothing
+    if os.environ.get("COLUMNS") == "0":  # set by consoles that do not know their width; rich would print nothing
         del os.environ["COLUMNS"]
     try:
-        app = import_module("fusedvit.cli.app").app  # not at the top: without the extra this file must still import
+        app = import_module("fusedvit.cli.app").app  # not at the top: this file must import without the extra `cli`
         app(prog_name="fusedvit")
     except ModuleNotFoundError as error:
         said = import_module("fusedvit.cli.ending").missing_extra(error)

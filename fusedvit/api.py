@@ -1,7 +1,7 @@
 """`fuse` and `unfuse` on Hugging Face models, and `fuse_tower` for the towers that serving engines build.
 
-A tower keeps its module, parameters and names; only its `__class__` becomes a subclass of its own class, under the
-same name, whose `forward` runs fused or falls back to the original.
+A tower stays the same module with the same parameters and names. Only its `__class__` changes, to a subclass of the
+original class under the same name, whose `forward` runs fused or falls back to the original code.
 """
 
 import functools
@@ -32,29 +32,29 @@ from fusedvit.own_forward import bypass
 from fusedvit.pixels.processors import normalizations_of, parts_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
-EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's answer, or None
+EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's output, or None to fall back
 
 
 def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any = None) -> FusedEncoder:
     """Fuses the vision tower of `model`, in place.
 
     Args:
-        model: a Hugging Face model that holds one supported tower, wherever it hangs, or the tower itself.
-        config: options; fusing a fused tower again replaces them if given.
-        processor: the model's processor, whose image and video processors give bytes from now on (docs/pixels.md);
-            `unfuse` gives them back.
+        model: a Hugging Face model that contains one supported tower, at any depth, or the tower itself.
+        config: options. On a tower that is already fused, a config replaces its options and None keeps them.
+        processor: the model's processor. Its image and video processors return bytes from now on (docs/pixels.md);
+            `unfuse` restores them.
 
     Returns:
         The tower's handle.
 
     Raises:
-        UnsupportedModel: no supported tower, or several; the message names what is supported. Or a processor that
-            cannot give bytes.
-        TypeError: `model` is no module, `config` no `FuseConfig`, or `processor` no processor.
-        ValueError: an option that this tower cannot meet; the message names it. Or a processor of other patches.
-        RuntimeError: `strict`, and the tower has a `forward` of its own that calls its original code.
+        UnsupportedModel: `model` contains no supported tower, or several; the message names the supported ones. Or
+            `processor` cannot return bytes.
+        TypeError: `model` is not a module, `config` not a `FuseConfig`, or `processor` not a processor.
+        ValueError: this tower cannot meet an option, which the message names. Or `processor` cuts other patches.
+        RuntimeError: with `strict=True`, an attribute `forward` of the tower calls the original code.
 
-    What raises leaves the tower, its options and the processor as they were.
+    If `fuse` raises, the tower, its options and the processor are as they were before.
     """
     if config is not None:
         check_config(config)
@@ -64,7 +64,7 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
     if known is not None and known.serves(tower):
         if fused_class(type(tower)) is not None:
             return _fuse_again(tower, known, config, processor)
-        unfuse(tower)  # an interrupted `unfuse` has left a handle that no call reaches
+        unfuse(tower)  # an interrupted `unfuse` left a handle that no call reaches
     handle = _fuse(tower, config or FuseConfig())
     if processor is not None:
         try:
@@ -76,7 +76,7 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
 
 
 def _fuse_again(tower: nn.Module, known: FusedEncoder, config: FuseConfig | None, processor: Any) -> FusedEncoder:
-    """Gives a fused tower other options or one more processor: both, or where either is refused none."""
+    """Gives a fused tower new options and one more processor. If either is refused, neither is applied."""
     replaced = config is not None and config != known.config
     if config is not None and replaced:
         known.prepared.check(config)
@@ -92,7 +92,7 @@ def _fuse_again(tower: nn.Module, known: FusedEncoder, config: FuseConfig | None
 
 
 def _check_processor(processor: Any) -> None:
-    """Raises TypeError for what is neither None nor one of Hugging Face's processors, whole or in parts."""
+    """Raises TypeError unless `processor` is None, a processor of Hugging Face's, or an image or video processor."""
     if processor is None:
         return
     if isinstance(processor, type) or not all(hasattr(p, "save_pretrained") for p in parts_of(processor).values()):
@@ -101,7 +101,8 @@ def _check_processor(processor: Any) -> None:
 
 
 def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
-    """Swaps the image and video processors in `processor`, and lets the tower expect what they give."""
+    """Makes the image and video processors in `processor` return bytes, and folds their normalisations into the
+    tower's weights."""
     try:
         swap(processor)
         for still, normalization in normalizations_of(processor).items():
@@ -147,26 +148,26 @@ def fuse_tower(
     built: Built,
     call: EngineCall,
 ) -> FusedEncoder:
-    """Fuses a tower of an engine's own, in place: the seam for towers that are not Hugging Face's.
+    """Fuses a serving engine's own tower, in place: the entry point for towers that are not Hugging Face's.
 
-    It is judged by the same checks as Hugging Face's: its code must be what the sources of the engine's packages
-    define, its parameters what `spec` gives them, modules and numbers as built.
+    The tower passes the same checks as Hugging Face's: its code must be what the sources of the engine's packages
+    define, its parameters must match `spec`, and its modules and numbers must be as built.
 
     Args:
         tower: any module.
-        family: the engine's dialect of a family: its record with `names` and `engine` replaced.
-        spec: what the engine's config gives by that record.
+        family: the engine's variant of a family: the family's record with `names` and `engine` replaced.
+        spec: what `family` derives from the engine's config.
         config: options.
-        built: `Built.of(tower, family.engine)`, taken as the tower's constructor returned.
-        call: the tower's new `forward`: `call(handle, tower, *args, **kwargs)` runs `handle(tower, pixels, grid, {})`
-            and returns what the engine's `forward` would, or None, and that runs.
+        built: `Built.of(tower, family.engine)`, taken when the tower's constructor returned.
+        call: the tower's new `forward`. `call(handle, tower, *args, **kwargs)` runs `handle(tower, pixels, grid, {})`
+            and returns what the engine's `forward` would return. If it returns None, the engine's `forward` runs.
 
     Returns:
-        The tower's handle. `fusedvit.unfuse` gives the class back.
+        The tower's handle. `fusedvit.unfuse` restores the tower's class.
 
     Raises:
-        TypeError: an argument of another type; the message names it, and the tower is as it was.
-        ValueError: an option that this tower cannot meet.
+        TypeError: an argument has the wrong type; the message names the argument, and the tower is unchanged.
+        ValueError: this tower cannot meet an option.
     """
     options = FuseConfig() if config is None else config
     check_config(options)
@@ -178,9 +179,10 @@ def fuse_tower(
 
 
 def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> None:
-    """Lets `tower`, which has shards of its weights only, run by the handle of a fused tower that has them whole.
+    """Makes `tower`, which has only shards of its weights, run through the handle of a fused tower with whole weights.
 
     Args:
+        handle: that of the fused tower with whole weights.
         tower, call: as in `fuse_tower`.
 
     Raises:
@@ -194,7 +196,7 @@ def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> No
 
 
 def _check_seam(tower: object, call: object, **others: tuple[object, type]) -> None:
-    """Raises TypeError where `tower` is no module, `call` cannot be called, or one of `others` is not of its type."""
+    """Raises TypeError if `tower` is not a module, `call` is not callable, or one of `others` has the wrong type."""
     for name, (value, expected) in {"tower": (tower, nn.Module), **others}.items():
         if not isinstance(value, expected):
             raise TypeError(f"fusedvit: {name} must be a {expected.__name__}, got {type(value).__name__}")
@@ -203,14 +205,14 @@ def _check_seam(tower: object, call: object, **others: tuple[object, type]) -> N
 
 
 def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
-    """Gives every tower of `model` its own class back and frees what was prepared; returns `model`.
+    """Restores the class of every tower of `model`, frees prepared weights and graphs, and returns `model`.
 
-    The same goes for processors that were given to `fuse`, and for `processor`. Calls that are under way end as they
-    began or in the original code.
+    Processors that were given to `fuse`, and `processor`, get their classes back too. A call that is running meanwhile
+    ends as it began or in the original code.
 
     Raises:
-        UnsupportedModel: no supported tower.
-        TypeError: `model` is no module, or `processor` no processor; the towers are as they were.
+        UnsupportedModel: `model` contains no supported tower.
+        TypeError: `model` is not a module, or `processor` not a processor; the towers are unchanged.
     """
     _check_processor(processor)
     towers = towers_in(model)
@@ -223,7 +225,7 @@ def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
             for given in handle.processors:
                 restore(given)
             handle.end()
-        tower.__dict__.pop(HANDLE, None)  # last: interrupted before, the next `fuse` or `unfuse` finds what to end
+        tower.__dict__.pop(HANDLE, None)  # last: after an interrupt, the next `fuse` or `unfuse` finds what to end
     if processor is not None:
         restore(processor)
     return model
@@ -233,7 +235,10 @@ _rebuilt: weakref.WeakValueDictionary[tuple[weakref.ref[type], ...], type] = wea
 
 
 def _with_base(cls: Any, old: type, new: type) -> Any:
-    """`cls` with `new` where `old` is: itself, or among its bases; the same class as long as one has it."""
+    """`cls` with `new` in place of `old`, which is `cls` itself or one of its bases.
+
+    While the class built for these arguments is in use, it is returned again.
+    """
     if cls is old:
         return new
     if old not in cls.__mro__ or new in cls.__mro__[: cls.__mro__.index(old)]:
@@ -248,7 +253,7 @@ def _with_base(cls: Any, old: type, new: type) -> Any:
 
 
 def _replace_base(tower: nn.Module, old: Any, new: Any) -> None:
-    """Gives `tower` the class that it has with `new` in place of `old`."""
+    """Replaces `old` by `new` in the class of `tower`; see `_with_base`."""
     cls: Any = type(tower)
     _set_class(tower, _with_base(cls, old, new))
 
@@ -258,32 +263,32 @@ def _set_class(tower: nn.Module, cls: type) -> None:
         del tower.__dict__["forward"]
     hooked = is_of_class(tower.__dict__.get(OLD), tower)
     tower.__class__ = cls
-    if hooked:  # accelerate's wrapper calls what it found when it was put on
+    if hooked:  # accelerate's wrapper calls the method that it found when it was installed
         tower.__dict__[OLD] = types.MethodType(cls.forward, tower)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _fused_class(original: Any) -> Any:
-    """The fused subclass of a tower class. It bears its parent's names: accelerate and transformers go by them."""
+    """The fused subclass of a tower class. It has its parent's names, which accelerate and transformers read."""
 
     def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             chosen = uncompiled if may_break() else in_original
             return chosen(self, hidden_states, grid_thw, **kwargs)
-        # No handle: made by this class's `from_pretrained`, or unfused since the call began.
+        # Without a handle the tower was created by this class's `from_pretrained`, or unfused since the call began.
         handle: FusedEncoder | None = self.__dict__.get(HANDLE)
         found = None if handle is None else handle.answer(self, hidden_states, grid_thw, kwargs)
         if handle is None or found is None:
             return in_original(self, hidden_states, grid_thw, **kwargs)
         return to_hugging_face(original, self, handle, found.outputs, (hidden_states, grid_thw, kwargs))
 
-    call = getattr(family_of(original.__name__), "call", None)  # where there is one, towers take positions, no grid
+    call = getattr(family_of(original.__name__), "call", None)  # families that have one take positions, not a grid
     in_original = functools.partial(_call_original, original, call is not None)
-    uncompiled = torch.compiler.disable(_of_own_code(forward))  # between two graphs, as the graph breaks there
+    uncompiled = torch.compiler.disable(_of_own_code(forward))  # runs at a graph break, between two graphs
     may_break = torch.compiler.assume_constant_result(_graph_may_break)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        if type(self) is not fused:  # somebody's subclass
+        if type(self) is not fused:  # a user's subclass
             return original.__reduce_ex__(self, protocol)
         return _rebuild, (original,), self.__dict__.copy()
 
@@ -307,7 +312,7 @@ def _fused_class(original: Any) -> Any:
 
 
 def call_original(tower: nn.Module, pixels: Any, grid: Any, **kwargs: Any) -> Any:
-    """What the original `forward` of a fused tower that takes a grid returns; no counter of the handle's notices."""
+    """Runs the original `forward` of a fused tower that takes a grid, past the handle's counters."""
     return _call_original(own_class(type(tower)), False, tower, pixels, grid, **kwargs)
 
 
@@ -316,8 +321,9 @@ def _call_original(original: Any, padded: bool, tower: nn.Module, pixels: Any, g
 
 
 def _of_own_code(function: Any) -> Any:
-    """A function that does the same by a code object of its own: some stances of `torch.compile`, as
-    `eager_on_recompile`, let a disabled function run what was compiled of its code, and this calls that function."""
+    """A copy of `function` with its own code object. Under some stances of `torch.compile`, such as
+    `eager_on_recompile`, a disabled function runs what was compiled from its code object; that compiled code would call
+    the disabled function again."""
     code = function.__code__.replace()
     return types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
@@ -331,7 +337,7 @@ def _rebuild(original: Any) -> nn.Module:
 
 @functools.cache
 def _engine_class(original: Any, call: EngineCall) -> Any:
-    """The fused subclass of an engine's tower class, under its names."""
+    """The fused subclass of an engine's tower class, under the same names."""
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -348,9 +354,9 @@ def _engine_class(original: Any, call: EngineCall) -> Any:
 
 
 def _graph_may_break() -> bool:
-    """Whether what is being compiled may have graph breaks: not with `fullgraph=True`, and not in an export.
+    """Whether the code being compiled may have graph breaks: not with `fullgraph=True`, and not in an export.
 
-    Runs while `torch.compile` traces: its answer is a constant of the compiled code.
+    Runs while `torch.compile` traces; the result is a constant in the compiled code.
     """
     translator = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator
     tracing = translator.current_tx()

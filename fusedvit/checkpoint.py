@@ -1,7 +1,7 @@
-"""A checkpoint's vision tower: alone where its weights can be found by name, else inside the whole model.
+"""Loads a checkpoint's vision tower: alone if its weights can be found by name, else inside the whole model.
 
-The tower's class follows from the checkpoint's config, and its weights are read by their prefix. The language model is
-not loaded.
+The tower's class follows from the checkpoint's config, and its weights are found by their prefix. A tower that is
+loaded alone needs no weights of the language model.
 """
 
 import json
@@ -23,33 +23,35 @@ from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"  # from_pretrained loads what it names as well
+ADAPTER = "adapter_config.json"  # from_pretrained also loads the adapter that it names
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-Step = Callable[[str], None]  # told what comes next
+Step = Callable[[str], None]  # called with a description of each step before it begins
 
 
 def device_or_default(device: str | torch.device | None) -> torch.device:
-    """The device that is named; else the GPU if there is one."""
+    """The given device; for None, the GPU if there is one, else the CPU."""
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """That a checkpoint's tower has there, unless it is told another."""
+    """The dtype in which a checkpoint's tower is loaded on `device` by default."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step = lambda text: None) -> nn.Module:
-    """The tower of a checkpoint (a folder or a hub name), in eval mode, as `dtype` on `device`, or the model around it.
+    """Loads a checkpoint's tower, or the whole model if it cannot be loaded alone, in eval mode.
 
-    `step` hears what is being done.
+    Args:
+        where: a folder or a hub name.
+        step: called with a description of each step.
 
     Raises:
-        InputError: no such checkpoint, or one that does not load, or lacks weights of the tower.
-        UnsupportedModel: it holds no tower that can be fused.
+        InputError: the checkpoint does not exist, does not load, or lacks weights of the tower.
+        UnsupportedModel: the checkpoint contains no tower that can be fused.
     """
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # `step` says how far it is
+    logging.disable_progress_bar()  # `step` reports progress instead
     step("reading the checkpoint's config")
     config = _config_of(where)
     model = _tower_alone(where, config, dtype, step)
@@ -62,8 +64,8 @@ def tower_config(where: str) -> tuple[Family, Any]:
     """Family and config of a checkpoint's tower; no weights are read. `where` may also be a config.json.
 
     Raises:
-        InputError: no such checkpoint.
-        UnsupportedModel: its config names no tower that can be fused.
+        InputError: the checkpoint does not exist, or transformers cannot read its config.
+        UnsupportedModel: the config names no tower that can be fused.
     """
     path = Path(where)
     config = _config_of(str(path.parent) if path.name == "config.json" and path.is_file() else where)
@@ -80,12 +82,12 @@ def _config_of(where: str) -> Any:
     _check_folder(where)
     try:
         return AutoConfig.from_pretrained(where)
-    except Exception as error:  # whatever transformers raises for absent and malformed configs
+    except Exception as error:  # transformers raises many types for absent and malformed configs
         raise InputError(f"{where}: no config that transformers reads: {first_line(error)}") from None
 
 
 def _check_folder(where: str) -> None:
-    """Refuses what can be neither a folder with a checkpoint nor a hub name."""
+    """Raises InputError if `where` can be neither a folder with a checkpoint nor a hub name."""
     path = Path(where)
     if not where:
         raise InputError("a checkpoint's folder or hub name expected, got ''")
@@ -102,7 +104,7 @@ def _check_folder(where: str) -> None:
 
 
 def _is_file(path: Path) -> bool:
-    """Raises InputError where the machine does not say, such as of a folder that may not be entered."""
+    """Whether `path` is a file. Raises InputError if the system cannot tell, as in a folder without permission."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -112,8 +114,8 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises InputError where a file cannot be opened; safetensors would say that there is none, transformers that it
-    is no config."""
+    """Raises InputError if a file cannot be opened. safetensors would say that the file does not exist, transformers
+    that it is not a config."""
     try:
         path.open("rb").close()
     except OSError as error:
@@ -128,8 +130,8 @@ def _unreadable(path: Path, error: OSError) -> InputError:
 
 
 def _tower_alone(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.Module | None:
-    """The tower by itself, or None where its class or its weights cannot be told, or loading it takes more than reading
-    them: quantised ones, an adapter beside them, other weights than the config says."""
+    """The tower by itself. None if its class or its weights cannot be identified, or if loading takes more than reading
+    the weights: they are quantised, the checkpoint has an adapter, or they do not match the config."""
     found = next(_tower_classes(config), None)
     if found is None or _file_of(where, ADAPTER) is not None:
         return None
@@ -144,14 +146,15 @@ def _tower_alone(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.
     weights = _read_weights(where, {name: shards[prefix + name] for name in wanted}, prefix)
     if not all(weight.dtype in _PLAIN for weight in weights.values()):
         return None
-    # as transformers makes it from a state dict: buffers computed, attention chosen
+    # through transformers, which computes buffers and chooses the attention implementation
     return _loaded(where, cls, None, config=tower_config, state_dict=weights, dtype=dtype)[0]
 
 
 def _others(empty: nn.Module, wanted: set[str], prefix: str, shards: Iterable[str]) -> Iterator[str]:
-    """Names beside the tower's weights that it has no place for, such as scales of quantised ones or further blocks."""
+    """Names of further tensors under the tower's prefix that the tower does not have, such as the scales of quantised
+    weights or more blocks."""
     parts = {name.partition(".")[0] for name in wanted}
-    buffers = {name for name, _ in empty.named_buffers()}  # some checkpoints have what a tower computes by itself
+    buffers = {name for name, _ in empty.named_buffers()}  # some checkpoints have buffers that a tower computes itself
     ignored = getattr(empty, "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in shards:
         own = name.removeprefix(prefix)
@@ -161,7 +164,7 @@ def _others(empty: nn.Module, wanted: set[str], prefix: str, shards: Iterable[st
 
 
 def _tower_classes(config: Any) -> Iterator[tuple[Any, Any]]:
-    """(class of a supported tower, its config) for every config inside of `config`, at any depth."""
+    """(class of a supported tower, its config) for `config` and every config inside it, at any depth."""
     from transformers import PreTrainedConfig
 
     name = type(config).__module__.replace(".configuration_", ".modeling_")
@@ -177,7 +180,7 @@ def _tower_classes(config: Any) -> Iterator[tuple[Any, Any]]:
 def _shards_of(where: str) -> dict[str, str]:
     """Name of a tensor -> the file that holds it; empty for a checkpoint in another format than safetensors.
 
-    Of one file and an index transformers takes the file.
+    If there is both a single file and an index, the single file is taken, as in transformers.
     """
     single = _file_of(where, SINGLE)
     if single is not None:
@@ -195,7 +198,7 @@ def _shards_of(where: str) -> dict[str, str]:
 
 
 def _weight_map(document: Any) -> dict[str, str]:
-    """An index's names of tensors and files. Raises ValueError where it is of another form."""
+    """The map from tensors to files in an index `document`. Raises ValueError if the index is malformed."""
     found = document.get("weight_map") if isinstance(document, dict) else document
     if not isinstance(document, dict) or not isinstance(found, dict):
         raise ValueError(f"an object with a weight_map of names to files expected, got {json.dumps(found)[:80]}")
@@ -206,7 +209,7 @@ def _weight_map(document: Any) -> dict[str, str]:
 
 
 def _prefix_of(wanted: set[str], shards: Mapping[str, str]) -> str | None:
-    """What stands before every one of the tower's names in the checkpoint, if it holds all of them exactly once."""
+    """The prefix of the tower's names in the checkpoint, if exactly one prefix has all of them; else None."""
     probe = min(wanted)
     prefixes = [name.removesuffix(probe) for name in shards if name == probe or name.endswith(f".{probe}")]
     whole = [prefix for prefix in prefixes if all(prefix + name in shards for name in wanted)]
@@ -230,7 +233,7 @@ def _read_weights(where: str, files: Mapping[str, str], prefix: str) -> dict[str
 
 
 def _file_of(where: str, name: str) -> Path | None:
-    """A checkpoint's file, fetched from the hub where `where` is no folder; None if there is none."""
+    """A checkpoint's file, fetched from the hub if `where` is not a folder; None if the file does not exist."""
     from transformers.utils import cached_file
 
     folder = Path(where)
@@ -252,16 +255,16 @@ def _opened(path: Path) -> Any:
 
 
 def _loaded(where: str, cls: Any, source: str | None, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """A model from `cls.from_pretrained`, and what transformers says of its weights.
+    """A model from `cls.from_pretrained`, and transformers' loading info about its weights.
 
     Raises:
-        InputError: it does not load, or a tensor has another shape than the config says.
+        InputError: the model does not load, or a tensor has another shape than the config says.
     """
-    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, in a line, no table
+    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, with a one-line error
     try:
         with _transformers_silent():
             model, found = cls.from_pretrained(source, **arguments)
-    except Exception as error:  # pickle's, EOFError, TypeError …: whatever damaged files and indices lead to
+    except Exception as error:  # damaged files and indices raise pickle's errors, EOFError, TypeError …
         told = isinstance(error, OSError | ValueError | RuntimeError | ImportError | SafetensorError)
         why = (
             first_line(error) if told else f"whole files of weights expected, got damaged ones ({type(error).__name__})"
@@ -274,7 +277,7 @@ def _loaded(where: str, cls: Any, source: str | None, **arguments: Any) -> tuple
 
 @contextmanager
 def _transformers_silent() -> Iterator[None]:
-    """Without transformers' tables of weights and its warnings: what matters becomes an error of ours."""
+    """Silences transformers' tables of weights and its warnings; the caller raises an error for what matters."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -289,7 +292,7 @@ def _transformers_silent() -> Iterator[None]:
 
 
 def _whole_model(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.Module:
-    """The model that the config names, by its own class where AutoModel does not map it."""
+    """The whole model, of the class that its config names or, failing that, of the class that AutoModel maps."""
     cls = _model_class(where, config)
     with torch.device("meta"):
         find_tower(_empty(where, cls, config))  # raises UnsupportedModel before gigabytes are read
@@ -328,5 +331,5 @@ def _model_class(where: str, config: Any) -> Any:
 def _empty(where: str, cls: Any, config: Any) -> nn.Module:
     try:
         return cls._from_config(config)
-    except Exception as error:  # whatever numbers that make no model lead to
+    except Exception as error:  # a config whose numbers fit no model raises any type
         raise InputError(f"{where}: {cls.__name__} cannot be built from its config: {first_line(error)}") from None

@@ -16,16 +16,16 @@ class FuseConfig:
     Attributes:
         token_budgets: sizes of the captured CUDA graphs in output (merged) tokens, ascending; kept as a tuple. The
             largest decides how much memory is held. At least four smaller sizes per octave are added, so that a small
-            batch pays for its own size. None: chosen from the tower and the free memory.
+            batch does not run in a large graph. None: chosen from the tower and the free memory.
         max_items: images and videos (or parts of videos) per graph; None: 64, or as many as the largest budget has
             tokens if that is less.
         max_frames: frames (attention sequences) per graph; None: four for each of `max_items` and at least 256, or as
             many as the largest budget has tokens if that is less.
         graphs: replay CUDA graphs on a GPU; False runs every call eagerly.
-        strict: raise `RuntimeError` where a call would fall back to the original code.
-        compile: "background": until the kernels of a call are compiled it runs the original code, while processes of
-            low priority compile them; "now": it waits for them, as `strict` calls, `warmup()` and calls inside a stream
-            capture do anyway.
+        strict: raise `RuntimeError` when a call would fall back to the original code.
+        compile: "background": a call whose kernels are not compiled yet runs the original code, while low-priority
+            processes compile them; "now": the call waits for its kernels. `strict` calls, `warmup()` and calls inside a
+            stream capture always wait.
         memory: MiB of device memory that prepared weights, static buffers and graphs may hold together; "small": 1.2
             times the prepared weights. Token budgets are chosen within it. None: buffers take up to a tenth of the free
             memory.
@@ -34,8 +34,8 @@ class FuseConfig:
             `handle.refresh()`.
 
     Raises:
-        TypeError: an option of another type; the message names the option.
-        ValueError: an option that no tower can meet; the message names the option.
+        TypeError: an option has the wrong type; the message names the option.
+        ValueError: no tower can meet an option; the message names the option.
     """
 
     token_budgets: Sequence[int] | None = None
@@ -64,7 +64,7 @@ class FuseConfig:
 
 
 def check_config(config: object) -> None:
-    """Raises TypeError for what is no `FuseConfig`."""
+    """Raises TypeError unless `config` is a `FuseConfig`."""
     if not isinstance(config, FuseConfig):
         raise TypeError(f"fusedvit: config must be a FuseConfig, got {type(config).__name__}")
 

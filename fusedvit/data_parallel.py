@@ -1,4 +1,4 @@
-"""One call over several GPUs: each has a copy of the tower, and takes a share of the images and video frames."""
+"""One call over several GPUs: each has a copy of the tower, and encodes a share of the images and video frames."""
 
 import copy
 from collections.abc import Sequence
@@ -20,27 +20,27 @@ from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
 
-MOST_RUNS = 3  # of a call during which the tower changes, before it runs on the tower's own GPU alone
+MOST_RUNS = 3  # runs of a call during which the tower changes, before it runs on the tower's own GPU alone
 
 
 class DataParallelEncoder:
     """A model's vision tower on several GPUs: `DataParallelEncoder(model, ["cuda:0", "cuda:1"])(pixel_values, grid)`.
 
-    The model's tower is fused in place and takes part. The other devices hold copies of it (in bf16 Qwen3-VL-8B's takes
-    1.1 GiB and as much again for what is prepared), which follow its weights and whatever else it computes by, as the
-    choice of adapters: when a call finds a change, copies are brought up to date and the call is run again. What cannot
-    run fused runs on the tower's own device alone, in the original code. Items are balanced by their load, and videos
-    are cut between frames, which changes no bit.
+    The model's tower is fused in place and encodes a share itself. Each other device holds a copy of the tower (in
+    bf16, Qwen3-VL-8B's takes 1.1 GiB, and its prepared weights as much again). Copies follow the tower's weights and
+    whatever else it computes with, such as the choice of adapters: a call that finds a change updates the copies and
+    runs again. A call that cannot run fused runs the original code on the tower's own device alone. Items are balanced
+    by load, and videos are cut between frames, which changes no bit of the outputs.
 
     Args:
-        model: as `fuse` takes it.
-        devices: at least one; the one that the tower lies on serves through the tower itself.
-        config: as `fuse` takes it.
+        model: as for `fuse`.
+        devices: at least one. On the tower's own device the tower itself runs, not a copy.
+        config: as for `fuse`.
 
     Raises:
         UnsupportedModel: as `fuse`.
-        TypeError: as `fuse`, or `devices` is no list of devices.
-        ValueError: no devices, or one that is not here, or neither a CPU nor a GPU.
+        TypeError: as `fuse`, or `devices` is not a list of devices.
+        ValueError: no devices are given, or one does not exist here, or is neither a CPU nor a GPU.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DataParallelEncoder:
         if own in others:
             others.remove(own)
         self._copies = [_Copy(self._tower, device, self._handle.config) for device in others]
-        self._synced = -1  # the version of the tower's weights that the copies have
+        self._synced = -1  # the version of the tower's weights that the copies hold
         self._pool = ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="fusedvit-device")
 
     def __call__(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
@@ -76,9 +76,9 @@ class DataParallelEncoder:
             if shares is None:
                 break
             found = self._run(pixel_values, shares)
-            if self._handle.state() != "fused":  # which `concatenated` raises
+            if self._handle.state() != "fused":  # `concatenated` raises the error
                 break
-            if found is None:  # the handle has counted this call
+            if found is None:  # the handle has counted this call as a fallback
                 return rows_of(call_original(self._tower, pixel_values, grid, return_dict=True))
             if self._handle.weights.version == self._synced:
                 return found
@@ -93,27 +93,27 @@ class DataParallelEncoder:
         self._copies.clear()
 
     def _bring_copies_up_to_date(self) -> bool:
-        """False where there are no weights to copy: the tower has never run fused, and cannot, or has just changed."""
+        """Returns False if there are no weights to copy: the tower cannot run fused and never has, or just changed."""
         if self._synced < 0:
             if self._handle.state() == "fused" and self._handle.reason() is not None:
                 return False
             self._handle.refresh()
         weights = self._handle.weights
         version = weights.version
-        if version != self._synced and weights.host_unchanged():  # else it must be judged first
+        if version != self._synced and weights.host_unchanged():  # a changed tower must be judged first
             for copied in self._copies:
                 copied.take(self._tower)
             self._synced = version
         return version == self._synced
 
     def _shares_of(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[Share] | None:
-        """What each device takes, the tower's own first; None for pixels that the tower must judge."""
+        """The share of each device, the tower's own first; None for inputs whose error the tower should raise."""
         if not isinstance(pixel_values, torch.Tensor) or pixel_values.ndim != 2:
             return None
         return shares_of(self._handle.spec, len(pixel_values), grid, 1 + len(self._copies))
 
     def _run(self, pixel_values: torch.Tensor, shares: list[Share]) -> torch.Tensor | None:
-        """The gathered rows, or None where this call must take the tower's original code."""
+        """The gathered rows, or None if this call must take the tower's original code."""
         others = [
             self._pool.submit(copied.run, pixels.to(copied.device, non_blocking=True), share.grid, stream)
             for copied, share in zip(self._copies, shares[1:], strict=True)
@@ -124,7 +124,7 @@ class DataParallelEncoder:
         try:
             own = self._handle(self._tower, shares[0].pixels_of(pixel_values), shares[0].grid, {})
         finally:
-            rows = [other.result() for other in others]  # before anything is raised: nothing runs on afterwards
+            rows = [other.result() for other in others]  # also if the tower raises: no copy still runs after the call
         if own is None:
             return None
         ran = [shares[0], *(share for share in shares[1:] if share.pieces)]
@@ -148,7 +148,7 @@ class _Copy:
         self._handle = fuse(self._tower, self._config)
 
     def take(self, tower: nn.Module) -> None:
-        """Takes over what `tower` is: in place, where it has the same modules, and tensors of the same shapes."""
+        """Updates this copy from `tower`: in place if modules and tensor shapes are the same, else by a new copy."""
         if _structure_of(self._tower) != _structure_of(tower):
             self._build(tower)
             return
@@ -162,9 +162,9 @@ class _Copy:
             _take_attributes(vars(own), nn.Module.__getstate__(other), memo)
 
     def run(self, pixels: torch.Tensor, grid: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """The rows of a share whose pixels are on this device, in the caller's stream there."""
-        with torch.inference_mode(), torch.cuda.stream(stream):  # of None: nothing
-            found = self._handle(self._tower, pixels, grid, {})  # as the tower's own share: past hooks on the tower
+        """The rows of a share whose pixels are on this device, computed in `stream`, the caller's on this device."""
+        with torch.inference_mode(), torch.cuda.stream(stream):  # None changes no stream
+            found = self._handle(self._tower, pixels, grid, {})  # bypasses hooks on the tower, as the own share does
             if found is None:
                 return rows_of(call_original(self._tower, pixels, grid, return_dict=True))
             return side_by_side(found, self._handle.spec)
@@ -184,7 +184,7 @@ def _device_of(name: str | torch.device) -> torch.device:
         raise TypeError(f"fusedvit: devices must hold names of devices, as 'cuda:0', got {name!r}")
     try:
         found = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, TypeError) as error:  # torch's own, for what it has not
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch raises these for devices that it does not have
         raise ValueError(f"fusedvit: devices: no device {name!r} here: {first_line(error)}") from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"fusedvit: devices must be CPUs and NVIDIA GPUs, got {str(name)!r}")
@@ -196,7 +196,7 @@ def _tensors_of(tower: nn.Module) -> list[torch.Tensor]:
 
 
 def _structure_of(tower: nn.Module) -> list[object]:
-    """Modules, parameters and buffers in their order, without what they hold; which of them are the same objects."""
+    """Modules, parameters and buffers in order, without content, and numbers that tell which are the same object."""
     numbers: dict[int, int] = {}
     found: list[object] = []
     for path, module in tower.named_modules(remove_duplicate=False):
@@ -208,13 +208,14 @@ def _structure_of(tower: nn.Module) -> list[object]:
 
 
 def _take_attributes(mine: dict[str, Any], theirs: dict[str, Any], memo: dict[int, object]) -> None:
-    """Makes a module's attributes those of the module that it is a copy of: numbers, flags, hooks, an adapter's scale.
+    """Copies attributes of an original module to its copy: numbers, flags, hooks, an adapter's scale.
 
     Args:
-        theirs: of the other, as it gives them to copies: without what was compiled for itself.
-        memo: what stands for modules and tensors of the original, as `copy.deepcopy` takes it.
+        mine: attributes of the copy, changed in place.
+        theirs: attributes of the original as its `__getstate__` gives them, without what was compiled for the original.
+        memo: maps ids of the original's modules and tensors to the copy's, as for `copy.deepcopy`.
     """
-    others = {*REGISTRIES, HANDLE}  # of modules and tensors, and a tower's own handle
+    others = {*REGISTRIES, HANDLE}  # registries of modules and tensors, and the tower's handle, are not copied
     for name in mine.keys() - theirs.keys() - others:
         del mine[name]
     for name in theirs.keys() - others:

@@ -1,4 +1,4 @@
-"""Our own exceptions, and why a tower or a call cannot run fused.
+"""The exceptions of fusedvit, and `Reason`: why a tower or a call cannot run fused.
 
 Wrong input to a call raises ValueError or TypeError instead.
 """
@@ -9,7 +9,7 @@ ODD_POSITIONS = "odd positions"  # kinds of `Reason`
 EMPTY_ITEMS = "items without frames"
 SPARSE = "sparse pixels"
 BEYOND_FP16 = "beyond fp16"
-PREFIX = "fusedvit: "  # of every message
+PREFIX = "fusedvit: "  # begins every message
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -18,7 +18,7 @@ class Reason(NamedTuple):
 
     Attributes:
         kind: what `stats()` counts, one of `fusedvit.checks.fallback.ADVICE`.
-        detail: the module path, argument or object it is about, what was expected and what was found; "" for none.
+        detail: the module path, argument or object concerned, what was expected and what was found; "" for none.
     """
 
     kind: str
@@ -40,43 +40,41 @@ class InputError(ValueError):
 
 
 def unnamed(error: BaseException) -> str:
-    """What an error says, without our name: for a message that begins with it already."""
+    """An error's message without the prefix "fusedvit: ", for use in a message that already begins with it."""
     return str(error).removeprefix(PREFIX)
 
 
 def named(error: InputError) -> InputError:
-    """The same error with our name before its message, as the functions of the library raise it; commands print what
-    it is about alone."""
+    """The same error with the prefix "fusedvit: ", as library functions raise it; commands print it without."""
     error.args = (PREFIX + unnamed(error),)
     return error
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line: its first sentence lines up to an empty one."""
+    """The first paragraph of an error's message in one line of at most 300 characters, else the error's class."""
     return " ".join(str(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
 
 
 def named_line(error: BaseException) -> str:
-    """An error's class and all that it says, in one line of at most 500 characters."""
+    """An error's class and whole message, in one line of at most 500 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host's or a GPU's memory ran out; PyTorch says so of the host's in words alone."""
+    """Whether host or GPU memory ran out; for host memory PyTorch raises a plain RuntimeError that only says so."""
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
     return said or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def failed_import(error: BaseException) -> str | None:
-    """In a line, which package does not import and why; None for an error of anything else, or of our own modules.
+    """In one line, which package fails to import and why; None if `error` is not from an import, or from fusedvit's.
 
-    What a package raises while it is imported is rarely ImportError: one that does not go with torch raises what torch
-    does.
+    A failing import rarely raises ImportError: a package that is incompatible with torch raises whatever torch raised.
     """
     module = _module_being_run(error)
     if module is None and not isinstance(error, ImportError):
         return None
-    while error.__cause__ is not None:  # transformers says no more than which of its modules was wanted
+    while error.__cause__ is not None:  # transformers' own error only names the module that it wanted to import
         error = error.__cause__
         module = _module_being_run(error) or module
     package = (getattr(error, "name", None) or module or "a package").partition(".")[0]
@@ -84,7 +82,7 @@ def failed_import(error: BaseException) -> str | None:
 
 
 def _module_being_run(error: BaseException) -> str | None:
-    """The innermost module whose top level was being run, which an import does, when `error` was raised."""
+    """The innermost module whose top-level code was running, as in an import, when `error` was raised."""
     found, step = None, error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_name == "<module>":
@@ -94,4 +92,4 @@ def _module_being_run(error: BaseException) -> str | None:
 
 
 class WeightsReleased(Exception):
-    """Weights were given back during a run on them; the run is done again, or the tower was unfused."""
+    """Weights were released during a run that used them. The call runs again, unless the tower was unfused."""

@@ -1,7 +1,7 @@
-"""Children of a fork get locks that nobody holds: threads that held the parent's do not exist there.
+"""Replaces locks in a forked child: a thread of the parent that held one does not exist there.
 
-`multiprocessing` forks by default on Linux before Python 3.14, and so do workers of a `DataLoader`. What uses a GPU
-cannot be used in a child at all.
+`multiprocessing` forks by default on Linux before Python 3.14, and so do the workers of a `DataLoader`. Objects that
+use a GPU cannot be used in a forked child at all.
 """
 
 import os
@@ -18,22 +18,22 @@ class Lock(Protocol):
 
 
 class HoldsLocks(Protocol):
-    """Whoever keeps locks."""
+    """An object that owns locks."""
 
     def renew_locks(self) -> None:
-        """Replaces locks that are held: called in a child, before anything else runs there."""
+        """Replaces the locks that are held. Called in a forked child before anything else runs there."""
 
 
 _living: "weakref.WeakSet[HoldsLocks]" = weakref.WeakSet()
 
 
 def renew_in_children(holder: HoldsLocks) -> None:
-    """Lets every child that is forked from now on renew the locks of `holder`, which is kept weakly."""
+    """Makes every child forked from now on call `holder.renew_locks()`; `holder` is referenced weakly."""
     _living.add(holder)
 
 
 def is_held(lock: Lock) -> bool:
-    """Whether another thread holds the lock; in a forked child that is a thread which exists in the parent only."""
+    """Whether another thread holds the lock; in a forked child, that thread exists in the parent only."""
     if not lock.acquire(blocking=False):
         return True
     lock.release()

@@ -1,4 +1,4 @@
-"""The handle of a fused tower: it runs calls fused where they can be, and says why where they cannot."""
+"""The handle of a fused tower: it runs calls fused, or reports the reason why a call cannot run fused."""
 
 import contextlib
 import functools
@@ -41,15 +41,15 @@ from fusedvit.runtime.speculative_replay import Attempt, SpeculativeReplay, atte
 from fusedvit.stats import Stats, compiles, describe, describe_ended, logger, of_graphs
 
 OVERTAKEN = 3  # runs of a call before it takes the lock that stops other threads from preparing weights
-MOST_RUNS = 8  # with that lock
-MOST_REPEATS = 3  # preparations in a row from other parameters of the same values, before calls do without
+MOST_RUNS = 8  # further runs under that lock
+MOST_REPEATS = 3  # preparations in a row from new parameter objects of the same values, before a pause begins
 
 
 _STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
 
 
 class Answer(NamedTuple):
-    """What a fused call gave, and the items that it is of."""
+    """The outputs of a fused call, and the items that it encoded."""
 
     outputs: EncoderOutputs
     items: list[Item]
@@ -58,12 +58,12 @@ class Answer(NamedTuple):
 class FusedEncoder:
     """One fused tower: what `fusedvit.fuse` returns.
 
-    The tower keeps its handle, and the handle knows the tower weakly: who keeps a handle keeps no model. Copies and
-    pickles of a tower keep the configuration and make their own weights, graphs and counters.
+    The tower holds its handle, and the handle references the tower weakly, so that keeping a handle does not keep the
+    model alive. Copies and pickles of a tower keep the configuration, and build their own weights, graphs and counters.
 
     Attributes:
-        processors: Hugging Face's, changed so that they give bytes for this tower.
-        normalizations: of bytes, that its weights have.
+        processors: Hugging Face's processors that `fuse` changed to return bytes for this tower.
+        normalizations: the normalisations of byte pixels that are folded into the tower's weights.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class FusedEncoder:
 
     def _start(self, tower: nn.Module, config: FuseConfig) -> None:
         self._name, family, spec = type(tower).__name__, self.family, self.spec
-        this = weakref.ref(self)  # below nothing holds the handle: it and its weights go with the last user's reference
+        this = weakref.ref(self)  # weak, so that the handle and its weights are freed with the user's last reference
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
         self._stands_for: Callable[[], nn.Module | None] = self._tower
-        self._ran_fused = True  # the last call
-        self._trained = False  # by a call that we know of
+        self._ran_fused = True  # whether the last call did
+        self._trained = False  # whether a call with gradients enabled fell back while a parameter required them
         self._pause = Pause()
         self._stats = Stats()
         self.processors: list[Any] = []
@@ -97,16 +97,16 @@ class FusedEncoder:
     def __call__(
         self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
     ) -> EncoderOutputs | None:
-        """Runs fused, or returns None where the call must take the original code: counted, warned of once.
+        """Runs fused, or returns None if the call must take the original code, which is counted and warned of once.
 
         Args:
-            tower: whose `forward` was called: the handle's own, or a copy that shares its attributes.
+            tower: the module whose `forward` was called: the handle's tower, or a copy that shares its attributes.
             pixel_values: `[patches, patch_width]` of any float dtype, or `BytePixels`, on any device.
             grid_thw: `[items, 3]` integers (t, h, w) in patches: a tensor on any device, or a list.
             extra: the call's other arguments.
 
         Raises:
-            RuntimeError: `strict`, and the call must take the original code.
+            RuntimeError: with `strict=True`, the call must take the original code.
             TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
         found = self.answer(tower, pixel_values, grid_thw, extra)
@@ -115,7 +115,7 @@ class FusedEncoder:
     def answer(
         self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
     ) -> Answer | None:
-        """As a call, with the items that its outputs are of. Every call is counted, whatever it ends in."""
+        """As `__call__`, and returns the items with the outputs. Every call is counted, however it ends."""
         marked, replay = type(pixel_values) is BytePixels, None
         try:
             pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
@@ -126,12 +126,12 @@ class FusedEncoder:
             if reason is not None:
                 self._fall_back(reason)
                 return None
-            runtime = self.prepared.runtime if self._ran_fused else None  # who falls back once does so again, mostly
+            runtime = self.prepared.runtime if self._ran_fused else None  # after one fallback the next call mostly does
             replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra) or self._pause.take()
             found = reason or self._attempt_as_ready(pixels, grid_thw, replay, marked)
         finally:
-            self._stats.add(calls=1)  # not before: until a replay has begun, the GPU has nothing to do
+            self._stats.add(calls=1)  # at the end: until a replay has begun, the GPU is idle
             if replay is not None:
                 replay.drop()
         self._ran_fused = not isinstance(found, Reason)
@@ -145,7 +145,7 @@ class FusedEncoder:
     def _attempt_as_ready(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
     ) -> Attempt | Reason:
-        """What a call gives, or why it cannot run fused, kernels that are still missing among that."""
+        """Runs a call, or returns the reason why it cannot run fused, including kernels that are not compiled yet."""
         before = self.weights.prepared
         try:
             found = self._attempt_until_unchanged(pixels, grid_thw, replay, marked)
@@ -157,9 +157,9 @@ class FusedEncoder:
     def _attempt_until_unchanged(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
     ) -> Attempt | Reason:
-        """Runs a call until a run began and ended with the weights that the tower has, or says why it cannot.
+        """Repeats a call until the weights are unchanged over one run, or returns the reason why it cannot run fused.
 
-        Whoever refreshes in a loop would overtake every run: the last ones keep others out.
+        A thread that refreshes weights in a loop could overtake every run, so the last runs hold a lock against it.
         """
         prepared, parameter, again = self.prepared, self.weights.first_parameter(), self._pause.again
         with on_device(parameter.device):
@@ -189,8 +189,8 @@ class FusedEncoder:
         return Reason(fallback.CHANGING, f"other weights after each of {runs} runs than before it")
 
     def _attempt_once(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
-        """One run; one that loses its weights to `release` meanwhile counts as one on changed weights, and so does one
-        that fails because something has changed."""
+        """Runs a call once. A run whose weights are released meanwhile counts as a run on changed weights, and so does
+        a run that raises after the tower has changed."""
         version = self.weights.version if replay is None else replay.weights_version
         try:
             runtime = self.prepared.runtime_on(self.weights.first_parameter())
@@ -204,11 +204,11 @@ class FusedEncoder:
             return Attempt(None, [], version, unchanged=False)
 
     def _note_preparations(self, found: Attempt | Reason, prepared: bool) -> None:
-        """Begins a pause after a call that prepared weights in vain, as those before it did.
+        """Begins a pause if this call, like the calls before it, prepared weights that no later call could use.
 
         Args:
-            found: what the call gave.
-            prepared: it prepared weights, or another thread did meanwhile.
+            found: what the call returned.
+            prepared: whether weights were prepared during the call, by it or by another thread.
         """
         if not isinstance(found, Reason) and not prepared:
             self.weights.repeats = 0
@@ -221,7 +221,7 @@ class FusedEncoder:
             self._pause.begin(found)
         elif self.weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
             self._pause.begin(Reason(fallback.REPLACED, "other objects of the same values at each call"))
-            self.prepared.release()  # whoever offloads a tower wants its memory
+            self.prepared.release()  # an offloaded tower is meant to hold no GPU memory
         elif each:
             self._pause.begin(Reason(fallback.CHANGED, "new values or adapters at each call"))
 
@@ -229,11 +229,11 @@ class FusedEncoder:
         """Counts a call that takes the original code.
 
         Raises:
-            RuntimeError: `strict`.
+            RuntimeError: with `strict=True`.
         """
         if self.prepared.config.strict:
             raise RuntimeError(fallback.message(self._name, reason))
-        if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write and count no version
+        if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write without counting a version
             tower = self._tower()
             self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._stats.count_original(reason, self._name)
@@ -242,10 +242,10 @@ class FusedEncoder:
         """Counts a call that an engine's adapter leaves to the original code.
 
         Args:
-            counted: `answer` has counted it as a call, before it refused its input.
+            counted: `answer` has already counted the call, before it refused the input.
 
         Raises:
-            RuntimeError: `strict`.
+            RuntimeError: with `strict=True`.
         """
         if not counted:
             self._stats.add(calls=1)
@@ -254,10 +254,10 @@ class FusedEncoder:
     # what a user calls
 
     def stats(self) -> dict[str, Any]:
-        """Counters as plain values, and MiB held by what; docs/using.md has the unit of each.
+        """Counters as plain values, and the MiB held by weights and graphs; docs/using.md gives the unit of each.
 
-        `compiles` counts kernels compiled in this process; `graphs` is there once the tower has run on a GPU; `state`
-        is that of `state()`, or "paused" and why, for how many calls, and what ends that.
+        `compiles` counts kernels compiled in this process. `graphs` is present once the tower has run on a GPU. `state`
+        is the value of `state()`; during a pause it says why, for how many calls, and what ends the pause.
         """
         state, paused = self.state(), self._pause.lasts()
         more: dict[str, Any] = {
@@ -275,7 +275,7 @@ class FusedEncoder:
         """Why the next call of the tower as it stands would not run fused, or None; waits for the GPU.
 
         Args:
-            pauses: a pause, which passes, counts too.
+            pauses: whether a pause, which is temporary, counts as a reason.
 
         Raises:
             RuntimeError: the tower is gone.
@@ -289,26 +289,28 @@ class FusedEncoder:
         return source.refusal() if found is None and not self.weights.host_unchanged() else found
 
     def report(self) -> str:
-        """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
+        """In at most 25 lines: what is fused, on which operations, the memory held, and why anything is not fused."""
         stats = self.stats()
-        if stats["state"] in _STATES:  # it serves no tower any more
+        if stats["state"] in _STATES:  # the handle serves no tower any more
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
         parameter = self.weights.first_parameter()
         return describe(self.tower, parameter, self.family.name, self.spec, stats, self.reason())
 
     def warmup(self, progress: Progress | None = None, *, calls: Iterable[Grid] | None = None) -> None:
-        """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
+        """Prepares weights, and compiles and captures every token budget, the largest first.
+
+        Without a warm-up the first calls do this work.
 
         Args:
-            progress: wraps the iterable of budgets, as `tqdm.tqdm` or `rich.progress.track` do; a bar on a terminal's
-                standard error if None.
-            calls: the `grid_thw` of calls to come, if they are known: the budgets that these replay are captured now,
-                any other by the first call that needs it.
+            progress: wraps the iterable of budgets, as `tqdm.tqdm` or `rich.progress.track` do. None: a progress bar if
+                standard error is a terminal.
+            calls: the `grid_thw` of future calls, if known. Only the budgets that these calls replay are captured now;
+                the first call that needs another budget captures it.
 
         Raises:
             RuntimeError: the tower as it stands cannot run fused, was unfused, or is gone; or kernels cannot be
                 compiled.
-            TypeError, ValueError: one of `calls` is no grid.
+            TypeError, ValueError: one of `calls` is not a grid.
         """
         self._live_tower()
         if calls is not None and not isinstance(calls, Iterable):
@@ -331,27 +333,27 @@ class FusedEncoder:
 
     @contextlib.contextmanager
     def _raising(self) -> Iterator[None]:
-        """Makes an error for the caller of why the tower was not prepared."""
+        """Turns `CannotPrepare` into a RuntimeError for the caller."""
         try:
             yield
         except CannotPrepare as why:
             raise RuntimeError(fallback.message(self._name, why.reason, "cannot run fused")) from why.__cause__
 
     def reconfigure(self, config: FuseConfig) -> None:
-        """Takes new options; graphs are given back and captured again by them.
+        """Replaces the options. Graphs are released, and captured again with the new options.
 
         Raises:
             RuntimeError: the tower was unfused, or is gone.
-            ValueError: an option that it cannot meet.
+            ValueError: the tower cannot meet an option.
         """
         self._live_tower()
         self._pause.end()
         self.prepared.reconfigure(config)
 
     def release(self) -> None:
-        """Gives back all memory: graphs, static buffers, prepared weights, and parameters of before that moved away.
+        """Releases all memory: graphs, static buffers, prepared weights, and old parameters that the tower replaced.
 
-        What the next call needs is prepared and captured again then.
+        The next call prepares and captures again what it needs.
         """
         self._pause.end()
         self.prepared.release()
@@ -361,13 +363,14 @@ class FusedEncoder:
         self.prepared.drop_graphs()
 
     def concatenated(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
-        """What serving engines hand to a language model: `[tokens, (1 + n) * out]`, n the deepstack features.
+        """The embeddings that serving engines give to a language model: `[tokens, (1 + n) * out]`, n deepstack mergers.
 
-        Of each merged token the merger's row, then that of each deepstack merger by its block: the tower's
-        `pooler_output` and `deepstack_features` side by side, by whichever code the tower runs.
+        Each merged token's row is the merger's output, followed by the output of each deepstack merger in the order of
+        their blocks: the tower's `pooler_output` and `deepstack_features` side by side. The tower may run fused or its
+        original code.
 
         Args:
-            pixel_values, grid_thw: as the tower takes them; of padded images the positions instead of a grid.
+            pixel_values, grid_thw: as the tower takes them; for padded images, positions instead of a grid.
 
         Raises:
             RuntimeError: the tower was unfused, or is gone.
@@ -386,11 +389,11 @@ class FusedEncoder:
             raise RuntimeError("fusedvit: this tower has no graphs: it has not run on a GPU, or graphs are off")
         return graphs
 
-    # whose handle it is
+    # the tower behind the handle
 
     @property
     def config(self) -> FuseConfig:
-        """Its options; `reconfigure` replaces them."""
+        """The tower's options; `reconfigure` replaces them."""
         return self.prepared.config
 
     @property
@@ -398,29 +401,29 @@ class FusedEncoder:
         """The tower.
 
         Raises:
-            RuntimeError: nobody holds it any more.
+            RuntimeError: the tower was freed.
         """
         return _held(self._tower, self._name)
 
     def serves(self, tower: nn.Module) -> bool:
-        """Whether it is the handle of this very tower, and not of one that this is a copy of."""
-        if "_tower" not in self.__dict__:  # a copy before its `__setstate__`: `tower` is what that brings
+        """Whether this is the handle of `tower` itself, rather than of a tower that `tower` is a copy of."""
+        if "_tower" not in self.__dict__:  # a copy of a handle before its `__setstate__`, which will bring `tower`
             return True
         return self._tower() is tower or self._stands_for() is tower
 
     def of_copy(self, tower: nn.Module) -> "FusedEncoder":
-        """A new handle with the options of this one."""
+        """A new handle for `tower`, a copy of this handle's tower, with the same options."""
         return FusedEncoder(tower, self.family, self.spec, self.config, self.built)
 
     def stand_for(self, tower: nn.Module) -> None:
-        """It is the handle of `tower` too, whose weights its own tower has whole."""
+        """Makes this the handle of `tower` too, which has shards of the weights that this handle's own tower has."""
         self._stands_for = weakref.ref(tower)
 
     def _live_tower(self) -> nn.Module:
         """The tower, if this handle still serves it.
 
         Raises:
-            RuntimeError: it is gone, or was unfused.
+            RuntimeError: the tower is gone, or was unfused.
         """
         tower = self.tower
         if self.prepared.ended:
@@ -428,19 +431,19 @@ class FusedEncoder:
         return tower
 
     def state(self) -> str:
-        """ "fused", "unfused", or "gone" if nobody holds the tower any more."""
+        """ "fused", "unfused", or "gone" if the tower was freed."""
         return "gone" if self._tower() is None else "unfused" if self.prepared.ended else "fused"
 
     def end(self) -> None:
-        """Gives everything back for good: the tower was unfused, or is gone."""
+        """Releases everything for good, because the tower was unfused or is gone."""
         self.processors.clear()
         self.prepared.end()
 
     def check_reached(self) -> None:
-        """Warns if calls of the tower go past the fused encoder, by a `forward` that somebody put on it.
+        """Warns if an attribute `forward` of the tower makes calls bypass the fused encoder.
 
         Raises:
-            RuntimeError: `strict`, and they do.
+            RuntimeError: they do, with `strict=True`.
         """
         why = bypass(self.tower)
         if why is not None and self.config.strict:
@@ -449,12 +452,12 @@ class FusedEncoder:
             logger.warning("%s", fallback.message(self._name, why))
 
     def check_early(self) -> None:
-        """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.8 s: reads the
-        code that the tower runs, hashes Triton's where its cache has kernels, and collects garbage."""
+        """For a tower on a GPU, does host work now that would cost the first call 0.3 to 0.8 s: reads the code that the
+        tower runs, hashes Triton's code if Triton's cache holds kernels, and collects garbage."""
         if self.weights.first_parameter().device.type == "cuda" and self.config.compile == "background":
-            if service_of(os.getpid()).is_idle_with_cache():  # else the first call waits for no key
+            if service_of(os.getpid()).is_idle_with_cache():  # otherwise the first call does not wait for the key
                 triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.4 s, 1 s from a cold disk
-            self._source().reason()  # whose answers about code are kept for the first call
+            self._source().reason()  # keeps what it finds out about code for the first call
             collect_garbage()
 
     def renew_locks(self) -> None:
@@ -486,7 +489,7 @@ class FusedEncoder:
 
 
 def rows_of(record: Any) -> torch.Tensor:
-    """The rows of a record of Hugging Face's, `[tokens, (1 + n) * out]`: see `FusedEncoder.concatenated`."""
+    """The rows of Hugging Face's output `record`, `[tokens, (1 + n) * out]`: see `FusedEncoder.concatenated`."""
     rows = getattr(record, "pooler_output", None)
     rows = record.last_hidden_state if rows is None else rows
     return torch.cat([rows, *getattr(record, "deepstack_features", ())], dim=1)
@@ -513,7 +516,7 @@ def _source_of(
 def _end_of(
     handle: weakref.ref[FusedEncoder], _: object, is_finalizing: Callable[[], bool] = sys.is_finalizing
 ) -> None:
-    """Called when the tower goes; with the whole process there is nothing to give back."""
-    alive = None if is_finalizing() else handle()  # kept as a default: at that time this module's own names may be gone
+    """Ends the handle of a tower that is being freed; nothing is left to do while the interpreter shuts down."""
+    alive = None if is_finalizing() else handle()  # a default argument: at shutdown module globals may be gone
     if alive is not None:
         alive.end()

@@ -1,4 +1,4 @@
-"""A call's input as Hugging Face's code takes it, for calls that run it after all."""
+"""Converts a call's input for Hugging Face's original code, for calls that fall back."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from fusedvit.runtime.inputs import check_grid
 
 
 def for_original(tower: nn.Module, pixels: Any, grid: Any, padded: bool = False) -> tuple[Any, Any]:
-    """A call's input as Hugging Face's code takes it: where that would take it as it is, the same objects.
+    """Pixels and grid as Hugging Face's code takes them: the same objects if nothing needs converting.
 
-    Bytes become floats, a list of rows a tensor, and tensors move to the device that the tower lies on. Where it lies
-    on several, or is offloaded, whoever put it there moves them.
+    Bytes become floats, a list of rows becomes a tensor, and tensors move to the tower's device. For a tower on several
+    devices, or offloaded, moving pixels is left to the code that placed the tower there.
 
     Args:
-        padded: `grid` is the positions of patches.
+        padded: `grid` holds the positions of patches.
 
     Raises:
-        ValueError: rows that are no integer triples.
+        ValueError: rows of the grid are not integer triples.
     """
     pixels = as_floats(pixels)
     first = next(tower.parameters(), None)
@@ -36,7 +36,7 @@ def for_original(tower: nn.Module, pixels: Any, grid: Any, padded: bool = False)
 
 
 def _moved(given: Any, device: torch.device | None) -> Any:
-    """A tensor on `device`; without data, or without a place for any, it stays."""
+    """`given` on `device` if it is a tensor; unchanged if either is on the meta device or `device` is None."""
     if not isinstance(given, torch.Tensor) or device is None or given.device == device:
         return given
     return given if given.is_meta or device.type == "meta" else given.to(device)

@@ -1,8 +1,8 @@
-"""A `forward` that somebody put on the tower itself: whether calls reach the fused one through it.
+"""Checks a `forward` in the tower's own `__dict__`: whether calls still reach the fused `forward` through it.
 
 `Accelerator.prepare` under mixed precision, `tower.forward = torch.compile(tower.forward)` and other wrappers keep the
-method that the tower had when they were put on. After `fuse` that is the fused one, and calls run fused; before it,
-it is the original code, which they then call whatever class the tower has.
+method that the tower had when they were installed. Installed after `fuse`, they call the fused method. Installed
+before, they call the original code, whatever the tower's class is.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,13 @@ from fusedvit.checks import accelerate_hooks, fallback
 from fusedvit.checks.ownership import fused_class, name_of
 from fusedvit.errors import Reason
 
-_DECORATORS = "transformers."  # of every tower's own forward
-_MOST = 5000  # objects that are looked at: more than any wrapper holds
+_DECORATORS = "transformers."  # modules whose decorators wrap every tower's own forward
+_MOST = 5000  # objects that are searched: more than any wrapper holds
 
 
 def bypass(tower: nn.Module) -> Reason | None:
-    """Why calls of a fused tower do not reach the fused forward, or None: by what its own `forward` holds."""
+    """Why calls of a fused tower do not reach the fused `forward`, or None: judged by what its attribute `forward`
+    holds."""
     own, fused = vars(tower).get("forward"), fused_class(type(tower))
     if own is None or fused is None or _leads_to(vars(fused)["forward"], own, tower):
         return None
@@ -29,7 +30,7 @@ def bypass(tower: nn.Module) -> Reason | None:
 
 
 def _leads_to(fused: object, own: object, tower: nn.Module) -> bool:
-    """Whether `own` is `fused`, or holds it, or something that does."""
+    """Whether `own` is `fused`, or holds it directly or indirectly."""
     seen, rest = {id(tower)}, [own]
     while rest and len(seen) < _MOST:
         held = rest.pop()
@@ -42,7 +43,7 @@ def _leads_to(fused: object, own: object, tower: nn.Module) -> bool:
 
 
 def _held_by(value: Any, tower: nn.Module) -> Iterator[Any]:
-    """What `value` may call: what it is bound to, wraps or closes over, its arguments and attributes."""
+    """Objects that `value` may call: what it is bound to, wraps or closes over, its arguments and its attributes."""
     if isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, FunctionType):
@@ -52,7 +53,7 @@ def _held_by(value: Any, tower: nn.Module) -> Iterator[Any]:
         yield from (v for v in named if isinstance(v, FunctionType | MethodType | partial))
     elif isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
-        if accelerate_hooks.wraps(value, tower):  # it looks up what it calls at each call
+        if accelerate_hooks.wraps(value, tower):  # this wrapper looks up its target in the module at each call
             yield vars(tower).get(accelerate_hooks.OLD)
     elif isinstance(value, list | tuple | dict):
         yield from value.values() if isinstance(value, dict) else value
@@ -68,7 +69,10 @@ def _is_assigned(cell: Any) -> bool:
 
 
 def _named(value: Any) -> str:
-    """The function that a bound or wrapped one is, by module and name; a wrapper bears the name of what it calls."""
+    """Module and name of the function behind `value`, a bound method, a partial or a wrapper.
+
+    A wrapper has the name of the function that it wraps, so its own module is given too.
+    """
     while isinstance(value, MethodType | partial):
         value = value.__func__ if isinstance(value, MethodType) else value.func
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)

@@ -1,24 +1,24 @@
 """Back-off: after preparations that no later call could use, the next 4, 8, … 256 calls run the original code at once.
 
-A tower whose parameters somebody writes all the time, replaces at each call, or changes between any two of them, costs
-preparations and runs that take longer than its original code. Each time that this is found again twice as many calls
-pass before the next one tries.
+If a program keeps writing a tower's parameters, replaces them at each call, or changes the tower between any two calls,
+preparing weights and running fused takes longer than the original code. Each time that a call finds this again, twice
+as many calls skip the attempt.
 """
 
 from fusedvit.errors import Reason
 
 FIRST, MOST = 4, 256  # calls
-MOST_PREPARING = 16  # calls in a row that prepared weights of a tower that had changed, before calls do without
-AS_MUCH_AS = 2  # of these, one call that finds nothing changed: who changes a tower between a few calls runs fused
+MOST_PREPARING = 16  # calls in a row that prepared weights because the tower had changed, before a pause begins
+AS_MUCH_AS = 2  # such calls that an unchanged call cancels: a tower that changes only every few calls runs fused
 
 
 class Pause:
-    """How many calls to come do not try to run fused, and why.
+    """How many of the next calls do not try to run fused, and why.
 
-    Threads may count a call too few or too many: that is no matter of what they answer.
+    With several threads the count may be off by a call; outputs do not depend on it.
 
     Attributes:
-        again: a pause has been, and no call since has found the weights as the one before it left them.
+        again: there has been a pause, and no call since has found the weights unchanged since the call before.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Pause:
         return self._next > FIRST
 
     def lasts(self) -> Reason | None:
-        """Why the next call does not try, for how many calls, and what ends that; None where it does."""
+        """Why the next call does not try, how many calls are left, and what ends the pause; None if it tries."""
         left, reason = self._left, self._reason
         if left <= 0 or reason is None:
             return None
@@ -38,22 +38,22 @@ class Pause:
         return Reason(reason.kind, f"{reason.detail}; paused for {calls}, or until refresh()")
 
     def take(self) -> Reason | None:
-        """Why this call does not try; None where it does."""
+        """Why this call does not try, counting it off the pause; None if it tries."""
         if self._left <= 0:
             return None
         self._left -= 1
         return self._reason
 
     def begin(self, reason: Reason) -> None:
-        """The next calls do not try: `FIRST` of them, or twice as many as last time."""
+        """Begins a pause of `FIRST` calls, or of twice as many as last time."""
         self._reason, self._left = reason, self._next
         self._next = min(2 * self._next, MOST)
 
     def prepares(self, changes: int) -> bool:
-        """Counts a call that prepared weights as the tower had changed; whether the next ones are to do without.
+        """Counts a call that prepared weights because the tower had changed; returns whether to begin a pause.
 
         Args:
-            changes: how often weights were prepared for that; calls of several threads may share one preparation.
+            changes: how often weights were prepared for this cause. Calls of several threads may share a preparation.
         """
         if changes == self._changes:
             return False
@@ -62,10 +62,10 @@ class Pause:
         return self.again or self._preparing >= MOST_PREPARING
 
     def holds(self) -> None:
-        """Counts a call that found the weights as the one before it left them: every call tries."""
+        """Counts a call that found the weights unchanged since the call before; ends the pause."""
         self._left, self._next = 0, FIRST
         self._preparing = max(0, self._preparing - AS_MUCH_AS)
 
     def end(self) -> None:
-        """Every call tries, as if none had been before."""
+        """Ends the pause and forgets the calls counted so far."""
         self._left, self._next, self._preparing = 0, FIRST, 0

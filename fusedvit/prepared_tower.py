@@ -1,5 +1,5 @@
-"""What a fused tower holds on its device: prepared weights, captured graphs, loaded kernels. They are made when a call
-needs them, made again when the tower has changed, and given back."""
+"""What a fused tower holds on its device: prepared weights, captured graphs and loaded kernels. They are created when a
+call needs them, created again when the tower has changed, and released."""
 
 import contextlib
 import functools
@@ -36,15 +36,15 @@ from fusedvit.runtime.weight_cache import WeightCache
 NO_GPU = "no GPU"  # why a fused call runs without graphs, as counted in `stats()`
 NO_GRAPHS = "graphs off"
 CAPTURING = "inside another capture"
-MOVING = "parameters move"  # as sharding lets them: a graph for each place would cost more than it saves
-MOST_MOVES = 3  # after which no graph is captured until `release`
-SMALL_MEMORY = 1.2  # all that is held, as a multiple of the prepared weights
+MOVING = "parameters move"  # as under sharding: capturing a graph for each address costs more than it saves
+MOST_MOVES = 3  # moves after which no graph is captured until `release`
+SMALL_MEMORY = 1.2  # memory held in total, as a multiple of the prepared weights
 
 Progress = Callable[[Iterable[int]], Iterable[int]]
 
 
 class CannotPrepare(Exception):
-    """Why a tower was not prepared."""
+    """A tower cannot be prepared, because of `reason`."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(str(reason))
@@ -52,13 +52,14 @@ class CannotPrepare(Exception):
 
 
 class PreparedTower:
-    """One tower's weights, graphs and kernels, and who may use them when.
+    """One tower's weights, graphs and kernels, and the locks that order their use.
 
     Attributes:
         config: options; `reconfigure` replaces them.
         weights: prepared weights, kept in step with the tower's parameters.
-        runtime: what the last call ran on; None before the first, and after `reconfigure`.
-        normalizations: of bytes that are folded into the weights, by whether they are of still images.
+        runtime: the runtime of the last call; None before the first call, and after `reconfigure`.
+        normalizations: normalisations of byte pixels that are folded into the weights; the key says whether for still
+            images.
         ended: the tower was unfused, or is gone: nothing is prepared any more.
     """
 
@@ -71,10 +72,10 @@ class PreparedTower:
     ) -> None:
         """
         Args:
-            source: the tower as its weights are prepared from it; holds it weakly.
+            source: returns the tower that weights are prepared from; references it weakly.
 
         Raises:
-            ValueError: an option that this tower cannot meet.
+            ValueError: this tower cannot meet an option.
         """
         self.spec = spec
         self.config = config
@@ -84,7 +85,7 @@ class PreparedTower:
         self.ended = False
         self._lock = threading.RLock()
         self._turn = threading.Lock()
-        this = weakref.ref(self)  # below nothing holds it: it and its weights go with the last user's reference
+        this = weakref.ref(self)  # weak, so that this object and its weights are freed with the user's last reference
         self.weights = WeightCache(
             source,
             functools.partial(_call_living, this, PreparedTower._weights_moved),
@@ -94,7 +95,7 @@ class PreparedTower:
         )
 
     def renew_locks(self) -> None:
-        """See `forks`. Where a thread of the parent was at it, weights are half prepared: they are prepared again."""
+        """See `forks`. If a thread of the parent held the lock, weights may be half prepared and are prepared again."""
         if is_held(self._lock):
             self._lock = threading.RLock()
             self.weights.outdate()
@@ -104,13 +105,15 @@ class PreparedTower:
     # options
 
     def check(self, options: FuseConfig) -> None:
-        """Raises ValueError, which names the option, where this tower could have no limits however much memory is
-        free, and TypeError for what are no options."""
+        """Checks that `options` give this tower valid limits, whatever memory is free.
+
+        Raises ValueError, which names the option, if they do not, and TypeError unless `options` is a `FuseConfig`.
+        """
         check_config(options)
         self._limits(options, torch.float32, 0)
 
     def limits(self, dtype: torch.dtype, free_bytes: int) -> Limits:
-        """The budgets that this tower has in `dtype` where `free_bytes` of device memory are free."""
+        """The budgets of this tower in `dtype` if `free_bytes` of device memory are free."""
         options = self.config
         if options.memory is None:
             return self._limits(options, dtype, free_bytes)
@@ -122,22 +125,22 @@ class PreparedTower:
         return limits_for(self.spec, dtype, free_bytes, options.token_budgets, options.max_items, options.max_frames)
 
     def reconfigure(self, config: FuseConfig) -> None:
-        """Takes new options; graphs are given back and captured again by them.
+        """Replaces the options. Graphs are released, and captured again with the new options.
 
         Raises:
-            TypeError: `config` is no `FuseConfig`.
-            ValueError: an option that this tower cannot meet.
+            TypeError: `config` is not a `FuseConfig`.
+            ValueError: this tower cannot meet an option.
         """
         self.check(config)
         with self._lock:
             self._release_graphs()
-            self._drop_runtime()  # before: interrupted between, a runtime of the old options would stay
+            self._drop_runtime()  # first, so that an interrupt in between leaves no runtime of the old options
             self.config = config
 
-    # giving back
+    # releasing
 
     def release(self) -> None:
-        """Gives back all memory: graphs, static buffers, prepared weights, and parameters of before that moved away."""
+        """Releases all memory: graphs, static buffers, prepared weights, and old parameters that the tower replaced."""
         with self._lock:
             self._release_graphs()
             self.weights.release()
@@ -146,7 +149,7 @@ class PreparedTower:
                 self.runtime = None
 
     def end(self) -> None:
-        """Gives everything back for good."""
+        """Releases everything for good."""
         self.ended = True
         self.release()
         self._drop_runtime()
@@ -158,19 +161,19 @@ class PreparedTower:
             graphs.manager.drop_graphs()
 
     def _release_graphs(self) -> None:
-        """Gives back graphs and static buffers."""
+        """Releases graphs and static buffers."""
         graphs = self.graphs()
         if graphs is not None:
             graphs.manager.release()
 
     def _drop_runtime(self) -> None:
-        """The next call makes another; nothing is compiled for this one any more."""
+        """Drops the runtime and cancels its compilations; the next call creates another."""
         runtime, self.runtime = self.runtime, None
         if runtime is not None and runtime.kernels is not None:
             runtime.kernels.cancel()
 
     def _weights_moved(self) -> None:
-        """Forgets graphs, which read where weights were; for good where weights move from call to call."""
+        """Forgets graphs, which read the old addresses of weights; after `MOST_MOVES` moves, for good."""
         if self.weights.moves <= MOST_MOVES:
             self.drop_graphs()
             return
@@ -180,15 +183,16 @@ class PreparedTower:
     # weights
 
     def ensure_weights(self, parameter: torch.Tensor, kind: int) -> Reason | None:
-        """Prepares weights if there are none for pixels of `kind` on the device and in the dtype of `parameter`; says
-        why there can be none."""
+        """Ensures that there are weights for pixels of `kind`, on the device and in the dtype of `parameter`; returns
+        the reason if they cannot be prepared."""
         version = self.weights.version
         if self.weights.fits(parameter, kind):
             return None
         return self.weights.refusal() or self.prepare(version)
 
     def prepare(self, version: int) -> Reason | None:
-        """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""
+        """Prepares weights while nothing runs on the old ones, unless another thread has prepared them since
+        `version`."""
         with self.nothing_launched():
             return self.prepare_now(version)
 
@@ -202,7 +206,7 @@ class PreparedTower:
         return weights.prepare()
 
     def _kinds(self) -> tuple[int, ...]:
-        """Every kind of pixels that weights are to take: whoever brings one names its normalisation first."""
+        """Every kind of pixels that weights must take; a kind is in `normalizations` before its pixels arrive."""
         return FLOATS, *(STILL_BYTES if still else BYTES for still in tuple(self.normalizations))
 
     def _fits(self, kinds: Iterable[int]) -> bool:
@@ -211,7 +215,7 @@ class PreparedTower:
         return all(self.weights.fits(parameter, kind) for kind in kinds)
 
     def refresh(self) -> None:
-        """Prepares weights whatever they are now.
+        """Prepares weights, even if they are up to date.
 
         Raises:
             CannotPrepare: the tower as it stands cannot run fused.
@@ -222,13 +226,13 @@ class PreparedTower:
 
     @contextlib.contextmanager
     def nothing_launched(self) -> Iterator[None]:
-        """Within, no other thread prepares weights or launches graphs, and nothing that was launched still runs.
+        """A context in which no other thread prepares weights or launches graphs, and nothing launched still runs.
 
-        Not to be entered again within. Who waits here holds the turn, so that a loop of refreshes lets it in.
+        Not reentrant. A waiting thread holds `_turn`, so that a thread which refreshes in a loop lets it in.
         """
         try:
             with self._turn:
-                self._lock.acquire()  # within: an interrupt may land as it returns
+                self._lock.acquire()  # inside `try`, as an interrupt may arrive when `acquire` returns
             graphs = self.graphs()
             if graphs is None:
                 yield
@@ -237,18 +241,19 @@ class PreparedTower:
                 graphs.manager.wait()
                 yield
         finally:
-            with contextlib.suppress(RuntimeError):  # interrupted while it waited, this thread does not hold it
+            with contextlib.suppress(RuntimeError):  # if interrupted while waiting, this thread does not hold the lock
                 self._lock.release()
 
     # what a call runs on
 
     def graphs(self) -> TowerGraphs | None:
-        """The tower's graphs; None where there are none, or not yet."""
-        runtime = self.runtime  # once: `reconfigure` may take it away meanwhile
+        """The tower's graphs; None if there are none, or none yet."""
+        runtime = self.runtime  # read once, as `reconfigure` may drop it meanwhile
         return None if runtime is None else runtime.graphs
 
     def runtime_on(self, parameter: torch.Tensor) -> Runtime:
-        """What to run on: with graphs on a GPU, unless they are off or somebody else captures."""
+        """The runtime for the device and dtype of `parameter`: with graphs on a GPU, unless they are off or the current
+        stream is being captured."""
         device, dtype = parameter.device, parameter.dtype
         known = self.runtime
         if known is None or known.device != device or known.dtype != dtype:
@@ -282,7 +287,7 @@ class PreparedTower:
         return KernelLoader(runs.launch, self.weights.get, ladder, service_of(os.getpid()), device)
 
     def expect_kernels(self, device: torch.device) -> None:
-        """Where the first weights are prepared kernels may be missing: what compiles them starts meanwhile."""
+        """Starts the compiling process before the first weights are prepared, as kernels may be missing."""
         if device.type == "cuda" and self.runtime is None:
             compiled_kernels.take(device)
             service_of(os.getpid()).start_early()
@@ -290,11 +295,11 @@ class PreparedTower:
     # before the first call
 
     def warm_up(self, progress: Progress | None, calls: Sequence[Sequence[Item]] | None) -> None:
-        """Prepares weights, and compiles and captures the budgets that `calls` replay, all of them for None.
+        """Prepares weights, then compiles and captures the budgets that `calls` replay, or all budgets for None.
 
         Raises:
             CannotPrepare: the tower as it stands cannot run fused, or kernels cannot be compiled.
-            TypeError: `progress` cannot be called.
+            TypeError: `progress` is not callable.
         """
         if progress is not None and not callable(progress):
             raise TypeError(f"fusedvit: progress must be a function, as tqdm.tqdm is, got {type(progress).__name__}")
@@ -308,7 +313,7 @@ class PreparedTower:
             self._capture(runtime, progress, budgets)
             return
         try:
-            with runtime.kernels.cached(runs):  # where the largest's kernels are there, so are the others', mostly
+            with runtime.kernels.cached(runs):  # if the kernels of the largest are cached, the others' mostly are too
                 self._capture(runtime, iter, sorted(budgets)[-1:])
                 self._capture(runtime, progress, budgets)
         except KernelMissing:
@@ -318,14 +323,14 @@ class PreparedTower:
         self, runtime: Runtime, kernels: KernelLoader, runs: Collection[Run], progress: Progress | None
     ) -> None:
         try:
-            kernels.need(runs, wait=True)  # while it waits for compilers, others may call
+            kernels.need(runs, wait=True)  # without the lock: other threads may call while this one waits
             with kernels.compiling():
                 self._capture(runtime, progress, [run.tokens for run in runs])
         except KernelsNotReady as why:
             raise CannotPrepare(Reason(fallback.NOT_READY, str(why))) from why
 
     def _capture(self, runtime: Runtime, progress: Progress | None, budgets: Collection[int]) -> None:
-        """Captures graphs from the tower's weights of now."""
+        """Captures graphs, after preparing weights again if the tower has changed."""
         with self.nothing_launched():
             if not self.weights.read_back(self.weights.mark(), True, None).unchanged:
                 _raise_if(self.prepare_now(self.weights.version))
@@ -339,7 +344,7 @@ def _raise_if(reason: Reason | None) -> None:
 
 
 def _budgets_of(runtime: Runtime, calls: Sequence[Sequence[Item]] | None) -> Collection[int]:
-    """Token budgets that calls of these items replay; all of them for None."""
+    """The token budgets that calls of these items replay, or all budgets for None."""
     if runtime.graphs is None:
         return ()
     limits = runtime.graphs.limits
@@ -347,7 +352,7 @@ def _budgets_of(runtime: Runtime, calls: Sequence[Sequence[Item]] | None) -> Col
 
 
 def _loaded_ops(prepared: weakref.ref[PreparedTower], device: torch.device) -> Ops:
-    """Operations on `device` that wait for no compiler: PyTorch's own until there are kernels."""
+    """Operations on `device` that need no compiler: PyTorch's own until the kernels are ready."""
     alive = prepared()
     runtime = None if alive is None else alive.runtime
     ready = runtime is not None and runtime.kernels is not None and runtime.kernels.ready
@@ -355,7 +360,7 @@ def _loaded_ops(prepared: weakref.ref[PreparedTower], device: torch.device) -> O
 
 
 def _call_living(prepared: weakref.ref[PreparedTower], method: Callable[..., None], *given: object) -> None:
-    """Calls `method` of a `PreparedTower`, which its own parts hold weakly, unless it is gone."""
+    """Calls `method` of a `PreparedTower`, unless it was freed; its own parts reference it weakly."""
     alive = prepared()
     if alive is not None:
         method(alive, *given)

@@ -25,8 +25,8 @@ from fusedvit.runtime.captured_encoder import TowerGraphs
 
 logger = logging.getLogger("fusedvit")
 
-MOST_LINES = 25  # of a report
-MOST_STALE = 3  # of these, what is wrong with a tuning table
+MOST_LINES = 25  # most lines of a report
+MOST_STALE = 3  # report lines about what is wrong with a tuning table
 
 
 @dataclass
@@ -37,10 +37,10 @@ class Stats:
         calls: forward calls.
         fused: calls that ran fused.
         original: calls that took the original code, by kind of reason.
-        details: what the last reason of each kind was about.
+        details: the detail of the last reason of each kind.
         eager_runs: runs of the fused encoder outside a graph, by reason.
         items: images and videos of fused calls.
-        patch_tokens: of fused calls.
+        patch_tokens: patch tokens of fused calls.
     """
 
     calls: int = 0
@@ -64,7 +64,7 @@ class Stats:
                 setattr(self, name, getattr(self, name) + amount)
 
     def count_original(self, reason: Reason, name: str) -> None:
-        """Counts a call that takes the original code; warns the first time for each kind of reason."""
+        """Counts a call that takes the original code; warns at the first call for each kind of reason."""
         with self._lock:
             self.original[reason.kind] += 1
             self.details[reason.kind] = reason.detail
@@ -73,7 +73,7 @@ class Stats:
             logger.warning("%s", message(name, reason))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, a copy."""
+        """The counters as a dictionary of plain values."""
         return {
             "calls": self.calls,
             "fused": self.fused,
@@ -86,10 +86,10 @@ class Stats:
 
 
 def of_graphs(graphs: TowerGraphs, eager_runs: int) -> dict[str, Any]:
-    """Counters of a tower's graphs, what they have room for, and MiB held by them.
+    """Counters of a tower's graphs, their limits, and the MiB that they hold.
 
     Args:
-        eager_runs: runs of the tower outside them.
+        eager_runs: runs of the tower outside its graphs.
     """
     counted = graphs.manager.stats.as_dict()
     runs = counted["replays"] + eager_runs
@@ -104,15 +104,17 @@ def of_graphs(graphs: TowerGraphs, eager_runs: int) -> dict[str, Any]:
 
 
 def compiles() -> int:
-    """Compiled kernels of `fusedvit.kernels` in this process, for all towers and devices: it stays after a warm-up."""
+    """How many kernels of `fusedvit.kernels` this process has compiled, for all towers and devices; constant after a
+    warm-up."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("fusedvit.kernels.")]
     kernels = {id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}
     held = [list(caches[0].values()) for kernel in kernels.values() for caches in list(kernel.device_caches.values())]
-    return sum(compiled is not None for found in held for compiled in found)  # None: compiled by another process yet
+    return sum(compiled is not None for found in held for compiled in found)  # None: another process compiles it
 
 
 def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Sequence[int]) -> list[str]:
-    """The backends of budgets of patch tokens, what `target` does without and why, and which tuning table serves it."""
+    """Report lines: the backends that `budgets` of patch tokens use, those that `target` lacks and why, and the tuning
+    table."""
     used: dict[str, dict[str, None]] = {}
     for tokens in budgets:
         for op, backend in plan_for(spec, tokens, dtype, target).choices().items():
@@ -140,11 +142,11 @@ def describe(
     stats: dict[str, Any],
     reason: Reason | None,
 ) -> str:
-    """What is fused, on which operations, what memory it holds, and why anything is not.
+    """The report: what is fused, on which operations, the memory held, and why anything is not fused.
 
     Args:
-        parameter: one of the tower's, or what stands for it (`WeightCache.first_parameter`).
-        stats: of the tower's handle.
+        parameter: a parameter of the tower, as `WeightCache.first_parameter` returns it.
+        stats: what `stats()` of the tower's handle returns.
         reason: why the tower as it stands cannot run fused, or None.
     """
     fused = f"fused on {ops_for(parameter.device).name} operations"
@@ -166,34 +168,34 @@ def describe(
 
 
 def describe_ended(first: str, stats: dict[str, Any]) -> str:
-    """What a handle did that serves no tower any more.
+    """The report of a handle that no longer serves a tower: what it did before.
 
     Args:
-        first: the line that says so.
+        first: the first line, which says that the tower is unfused or gone.
     """
     calls = _calls(stats)
     return _text([first, *calls, *_reasons(stats, MOST_LINES - 1 - len(calls))])
 
 
 def _text(lines: list[str]) -> str:
-    """A report of these; what a compiler says in several lines is put in one."""
+    """A report of `lines`; a compiler's message of several lines becomes one line."""
     return "\n".join(" ".join(line.splitlines()) for line in lines)
 
 
 def _counted(count: int, what: str) -> str:
-    """A number of things, what these are in the singular."""
+    """`count` and the noun `what`, given in the singular, in its right number."""
     if count == 1:
         return f"1 {what}"
     return f"{count} {what[:-1]}ies" if what.endswith("y") else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _folded(lines: list[str], room: int, what: str) -> list[str]:
-    """As many `lines` as there is room for; the last then says how many more there are, of what."""
+    """At most `room` of `lines`; if some are left out, the last line says how many, and that they are `what`."""
     return lines if len(lines) <= room else [*lines[: room - 1], f"  and {len(lines) - room + 1} more {what}"]
 
 
 def _calls(stats: dict[str, Any]) -> list[str]:
-    """Calls by path, and runs."""
+    """Report lines with the calls by code path and the runs."""
     calls, items, patches = (stats[key] for key in ("calls", "items", "patch_tokens"))
     lines = [
         f"  {_counted(calls, 'call')}: {stats['fused']} fused, {sum(stats['original'].values())} original code; "
@@ -210,7 +212,8 @@ def _calls(stats: dict[str, Any]) -> list[str]:
 
 
 def _reasons(stats: dict[str, Any], room: int) -> list[str]:
-    """Why runs were not replayed and calls not fused, a line each; the rarest in one where there is no room for all."""
+    """A line for each reason why runs were not replayed or calls not fused; beyond `room` lines the rarest share
+    one."""
     found = [(count, why, f"run without a graph: {count} ({why})") for why, count in stats["eager_runs"].items()]
     for kind, count in stats["original"].items():
         advice = with_advice(Reason(kind, stats["details"].get(kind, "")))
@@ -224,7 +227,7 @@ def _reasons(stats: dict[str, Any], room: int) -> list[str]:
 
 
 def _memory(stats: dict[str, Any]) -> list[str]:
-    """Memory by what holds it, and what the graphs have room for."""
+    """Report lines with the memory by holder, and the limits of the graphs."""
     lines = [f"  memory: prepared weights {stats['weights_mib']:.1f} MiB"]
     if "graphs" in stats:
         g = stats["graphs"]

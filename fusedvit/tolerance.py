@@ -1,4 +1,4 @@
-"""The error rule: every kernel, block and tower is compared with PyTorch by it.
+"""The error rule by which every kernel, block and tower is compared with PyTorch.
 
     max|ours - ref| <= 2    * max|pt - ref| + floor_max
     rms(ours - ref) <= 1.25 * rms(pt - ref) + floor_rms
@@ -6,18 +6,18 @@
 `ref` is the same computation in a wider dtype (fp32, or fp64 where that is cheap). `pt` is PyTorch or Hugging Face in
 the working dtype. No epsilon is chosen by hand: the limit is a multiple of the error that PyTorch itself makes.
 
-The floors cover one case. `pt` can be closer to `ref` than its dtype allows in general (few elements, or values that
-happen to be representable); twice almost nothing is then almost nothing. Storing a result in the working dtype costs up
-to half a unit in the last place (ulp), so `pt` is credited with at least that error:
+The floors cover one case. With few elements, or values that happen to be representable, `pt` can be closer to `ref`
+than its dtype allows in general, and a multiple of an error near zero is too strict a limit. Storing a result in the
+working dtype costs up to half a unit in the last place (ulp), so `pt` is credited with at least that error:
 
     storage_max = ulp_w(max|ref|) / 2              the largest rounding error of a stored result
-    storage_rms = rms(ulp_w(ref_i)) / sqrt(12)     the same for errors spread evenly over half an ulp to both sides
+    storage_rms = rms(ulp_w(ref_i)) / sqrt(12)     rms of errors spread evenly over half an ulp to both sides
     floor_max   = 2    * max(storage_max - max|pt - ref|, 0) + 2 * ulp_r(max|ref|)
     floor_rms   = 1.25 * max(storage_rms - rms(pt - ref), 0) + 2 * ulp_r(rms(ref))
 
-with ulp_w in the working dtype and ulp_r in ref's dtype. Where pt's error exceeds its storage rounding, as in any block
-or tower, the floor is two ulps of ref. A flat floor of two ulps of the working dtype at ref's largest value is too
-loose: on a 27-layer tower in bf16 it passes an rms error of five times pt's.
+with ulp_w in the working dtype and ulp_r in ref's dtype. If pt's error exceeds its storage rounding, as in any block or
+tower, the floor is two ulps of ref. A flat floor of two ulps of the working dtype at ref's largest value is too loose:
+on a 27-layer tower in bf16 it passes an rms error of five times pt's.
 """
 
 import math
@@ -32,7 +32,8 @@ FACTOR_RMS = 1.25
 
 @dataclass(frozen=True)
 class Comparison:
-    """One result. Errors are absolute. Ratios are ours / pt: 1 if both are 0, inf if only pt is 0, nan for NaN."""
+    """The result of one comparison. Errors are absolute. Ratios are ours / pt: 1 if both are 0, inf if only pt's is 0,
+    nan if either is NaN."""
 
     max_ours: float
     max_pt: float
@@ -78,7 +79,7 @@ def compare(ours: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor, dtype: torc
 
     Args:
         ours, ref, pt: floating tensors of one shape, on one device.
-        dtype: the working dtype; pt's when left out (pass it if pt has been upcast for storage).
+        dtype: the working dtype; None for pt's (pass it if pt has been upcast for storage).
 
     Raises:
         ValueError: the shapes differ.
@@ -98,10 +99,10 @@ def compare(ours: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor, dtype: torc
 
 
 def summarize(comparisons: Iterable[Comparison]) -> Summary:
-    """The spread of the ratios of `comparisons`; a ratio that is not finite counts as inf.
+    """The spread of the ratios of `comparisons`; a ratio that is NaN counts as inf.
 
     Raises:
-        ValueError: there are none.
+        ValueError: `comparisons` is empty.
     """
     cases = list(comparisons)
     return Summary(
@@ -112,10 +113,10 @@ def summarize(comparisons: Iterable[Comparison]) -> Summary:
 
 
 def distribution(ratios: Iterable[float]) -> Distribution:
-    """p50, p99 and max of `ratios`, each a value that occurred (the nearest rank); NaN counts as inf.
+    """p50, p99 and max of `ratios`, each an actual ratio (the nearest rank); NaN counts as inf.
 
     Raises:
-        ValueError: there are none.
+        ValueError: `ratios` is empty.
     """
     ordered = sorted(math.inf if math.isnan(r) else float(r) for r in ratios)
     if not ordered:

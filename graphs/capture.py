@@ -1,4 +1,4 @@
-"""Capture of launches into CUDA graphs, behind a small interface that tests stand in for."""
+"""Captures launches into CUDA graphs, behind a small interface that tests can replace."""
 
 import gc
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import torch
 
 
 class CurrentStream:
-    """The current stream of one device, as one object for as long as it stays the current one.
+    """The current stream of one device, returned as the same object as long as it stays current.
 
-    PyTorch's own look-up takes at least 3 us on the host, a comparison of handles 0.2 us. PyTorch never destroys its
-    streams, so a handle identifies one for good. The handle of an `ExternalStream` may be used again: such streams are
-    looked up each time, and each time are another object.
+    PyTorch's own lookup takes at least 3 us on the host, a comparison of handles 0.2 us. PyTorch never destroys its
+    streams, so a handle identifies a stream for good. The handle of an `ExternalStream` may be reused, so such streams
+    are looked up each time, and each time are a new object.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class CurrentStream:
             return last[1]
         stream = torch.cuda.current_stream(self._device)
         handle: int = stream.cuda_stream
-        if handle == 0 or handle != stream.stream_id:  # an external stream's number is its handle
+        if handle == 0 or handle != stream.stream_id:  # an external stream's id is its handle
             self._last = handle, stream
         return stream
 
@@ -39,11 +39,11 @@ class Graph(Protocol):
         """Launches what was captured, on the current stream."""
 
     def reset(self) -> None:
-        """Gives its memory back."""
+        """Releases the graph's memory."""
 
 
 class Capture(Protocol):
-    """How a manager captures; every method is called under the manager's lock."""
+    """The interface by which a manager captures; every method is called under the manager's lock."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """Captures the launches of `run`, which allocates nothing and reads nothing back."""
@@ -52,7 +52,7 @@ class Capture(Protocol):
         """Makes the current stream wait until the static buffers are free; `after_use` follows on the same stream."""
 
     def after_use(self) -> None:
-        """Records on the stream of `before_use` that the static buffers are in use until here."""
+        """Records on the stream of `before_use` that the static buffers are in use up to this point."""
 
     def wait(self) -> None:
         """Makes the host wait until nothing uses the static buffers."""
@@ -61,7 +61,7 @@ class Capture(Protocol):
         """Device memory that captured graphs hold, without the static buffers."""
 
     def forget(self) -> None:
-        """Begins a new memory pool: every graph was reset, and the old pool is gone with the last of them."""
+        """Begins a new memory pool. Every graph must have been reset, which freed the old pool."""
 
     def give_back(self) -> None:
         """Returns freed memory to the device."""
@@ -70,8 +70,8 @@ class Capture(Protocol):
 class CudaCapture:
     """CUDA graphs of one device: one memory pool, one capture stream.
 
-    Capture mode is `thread_local`: other threads may allocate and copy meanwhile. One event orders the users of the
-    static buffers, whatever streams they are on; users that follow each other on one stream need no event for that.
+    The capture mode is `thread_local`, so that other threads may allocate and copy meanwhile. One event orders the
+    users of the static buffers across streams; consecutive users on one stream do not wait for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,8 +80,8 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._used = torch.cuda.Event()
         self._current = CurrentStream(device)
-        self._user: torch.cuda.Stream | None = None  # where `_used` was recorded last
-        self._next = self._stream  # where it will be
+        self._user: torch.cuda.Stream | None = None  # the stream on which `_used` was recorded last
+        self._next = self._stream  # the stream on which it will be recorded next
         self._held = 0
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -105,11 +105,13 @@ class CudaCapture:
         return graph
 
     def _make_room(self) -> None:
-        """Leaves 16 bytes in the allocator's cache of this stream, which the beginning of a first capture takes for the
-        random generator: out of memory there, PyTorch ends the process when the graph is destroyed.
+        """Leaves 16 bytes in the allocator's cache of the capture stream.
+
+        The first `capture_begin` takes them for the random generator. If memory ran out there, PyTorch would end the
+        process when the graph is destroyed.
 
         Raises:
-            torch.cuda.OutOfMemoryError: there is no room for them.
+            torch.cuda.OutOfMemoryError: the bytes cannot be allocated.
         """
         room = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(2)]
         del room

@@ -1,8 +1,8 @@
-"""What one replay may hold: token budgets, items, frames. From the user, or from the tower and free memory.
+"""Limits of one replay: token budgets, items and frames, given by the user or inferred from the tower and free memory.
 
 Tokens are output tokens: patches after the spatial merge. A frame is one attention sequence, of at least one token.
-All budgets share one set of buffers, so one more graph costs a fraction of a MiB. Therefore there are always at least
-four budgets an octave below the largest one, and a small batch runs on tiles chosen for its own size.
+All budgets share one set of buffers, so one more graph costs a fraction of a MiB. There are therefore always at least
+four budgets per octave below the largest one, and a small batch runs on tiles chosen for its own size.
 """
 
 from bisect import bisect_left
@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 DEFAULT_ITEMS = 64
-DEFAULT_FRAMES = 256  # a video of 64 frames has 32, each of two pictures
+DEFAULT_FRAMES = 256  # attention sequences: a video of 64 pictures has 32, one for each two pictures
 FRAMES_PER_ITEM = 4
-MOST = 2**31 - 1  # of anything that is counted
+MOST = 2**31 - 1  # upper limit of every count
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Created by `check_limits` or `infer_limits`, which say what holds.
+    """Limits of one replay, created and checked by `check_limits` or `infer_limits`.
 
     Attributes:
         token_budgets: tokens that each captured graph has room for, ascending.
-        max_items: pieces of images and videos in one batch.
-        max_frames: frames of all pieces of one batch.
+        max_items: most images, videos and parts of videos in one batch.
+        max_frames: most frames in one batch, over all its pieces.
     """
 
     token_budgets: tuple[int, ...]
@@ -40,12 +40,12 @@ class Limits:
 
 
 def check_limits(token_budgets: Sequence[int], max_items: int, max_frames: int) -> Limits:
-    """The limits that a user gave.
+    """Checks limits that a user gave.
 
     Raises:
-        TypeError: not integers.
-        ValueError: budgets that are none, not positive or not strictly ascending; more items than the largest budget
-            has tokens (an item has at least one); fewer frames than items (an item has at least one).
+        TypeError: an option is not an integer, or `token_budgets` not a sequence of integers.
+        ValueError: budgets are empty, not positive or not strictly ascending; more items than the largest budget has
+            tokens (an item has at least one); fewer frames than items (an item has at least one).
     """
     budgets = _check_budgets(token_budgets)
     _check_count("max_items", max_items)
@@ -74,18 +74,18 @@ def infer_limits(
     max_items: int | None = None,
     max_frames: int | None = None,
 ) -> Limits:
-    """The limits a user left out (None), from the tower and free memory; what the user gave is checked and kept.
+    """Infers limits that a user left out (None) from the tower and free memory; given ones are checked and kept.
 
-    token_budgets: what the user gave, else `largest`, halved until the buffers take at most `share` of free memory, but
-    with room for `smallest` and for the user's `max_items` even if memory does not hold that; in either case with four
-    sizes an octave, 4, 5, 6 and 7 times powers of two, and those of `dense`, from `smallest` on below the last.
+    token_budgets: if left out, `largest`, halved until the buffers take at most `share` of free memory, but with room
+    for `smallest` and for the user's `max_items` even if memory does not suffice. Given or not, sizes below the last
+    budget are added from `smallest` on: four per octave (4, 5, 6 and 7 times powers of two) and those of `dense`.
     max_items: 64, or what the largest budget or the user's `max_frames` holds if that is less.
     max_frames: four per item and at least 256, or what the largest budget holds if that is less.
 
     Args:
-        smallest, largest: ends of the ladder, in tokens, in this order.
-        dense: sizes in tokens where kernels' tiles differ between closer ones than four an octave.
-        bytes_per_token: what the static buffers grow by with each token of the largest budget.
+        smallest, largest: ends of the ladder, in tokens.
+        dense: sizes in tokens at which kernels' tiles change in smaller steps than four per octave.
+        bytes_per_token: bytes by which static buffers grow with each token of the largest budget.
         free_bytes: free device memory.
         share: part of `free_bytes` that buffers may take, in (0, 1].
 
@@ -107,14 +107,17 @@ def infer_limits(
 
 
 def _halve_to(held: int, top: int, floor: int) -> int:
-    """`top` halved until it is at most `held`, but never below `floor`: the same for nearly the same free memory."""
+    """`top` halved until it is at most `held`, but never below `floor`.
+
+    Halving gives the same budget for nearly the same free memory.
+    """
     while top > held and top > floor:
         top = max(floor, top // 2)
     return top
 
 
 def _filled(budgets: tuple[int, ...], smallest: int, dense: Iterable[int]) -> tuple[int, ...]:
-    """`budgets`, and between `smallest` and the last four sizes an octave and those of `dense`."""
+    """`budgets` plus, between `smallest` and the last budget, four sizes per octave and those of `dense`."""
     end = budgets[-1]
     return tuple(sorted({*budgets, *_sizes(smallest, end), *(size for size in dense if smallest < size < end)}))
 

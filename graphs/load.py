@@ -1,14 +1,14 @@
-"""How much work an item is, and how items are balanced over GPUs.
+"""Estimates the work of an item, and balances items over GPUs.
 
-A frame of p patches costs linear layers work in proportion to p, and attention in proportion to p² (attention stays
-within a frame). Counted in multiply-adds of one block:
+For a frame of p patches the work of linear layers is proportional to p, and that of attention to p² (attention stays
+within a frame). In multiply-adds of one block:
 
     linear     p · (4 h² + m h i)     q, k, v and the output projection; m matrices of h × i in the MLP
     attention  p² · 2 h               q kᵀ and p v
 
 Divided by 2 h the cost is p · (p + constant), with constant = 2 h + m i / 2. That is 6608 for Qwen3-VL-8B's tower
-(h 1152, i 4304, m 2): in a frame of 6608 patches attention costs as much as the linear layers. Left out are the patch
-embedding and the mergers (a tenth of that tower's linear layers), windows of attention, and the speed of each kernel.
+(h 1152, i 4304, m 2): in a frame of 6608 patches attention costs as much as the linear layers. The estimate leaves out
+the patch embedding and the mergers (a tenth of that tower's linear layers), attention windows, and kernel speeds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,28 +20,28 @@ def patch_constant(hidden_size: int, intermediate_size: int, mlp_matrices: int =
     """The work of a patch in linear layers, in units of the attention work of a pair of patches.
 
     Args:
-        hidden_size: channels of the tower, and of all its attention heads together.
-        intermediate_size: channels within the MLP.
+        hidden_size: channels of the residual stream, which is also the width of all attention heads together.
+        intermediate_size: channels of the MLP's hidden layer.
         mlp_matrices: 2, or 3 where the MLP is gated.
     """
     return 2 * hidden_size + mlp_matrices * intermediate_size / 2
 
 
 def load(frames: Iterable[tuple[int, int]], constant: float) -> float:
-    """Σ frames · p · (p + constant): relative work, which compares calls of one tower.
+    """Σ frames · p · (p + constant): relative work, to compare calls of one tower.
 
     Args:
-        frames: pairs (frames, patches of each, before the spatial merge), one an image or video.
+        frames: a pair (frames, patches of each frame before the spatial merge) for each image or video.
         constant: `patch_constant` of the tower.
     """
     return sum(count * patches * (patches + constant) for count, patches in frames)
 
 
 def balance(works: Sequence[Work], parts: int, constant: float) -> tuple[tuple[Piece, ...], ...]:
-    """Divides items over `parts` GPUs, so that the largest share of the load is small; the same for the same arguments.
+    """Divides items over `parts` GPUs so that the largest share of the load is small; deterministic.
 
-    Images go, the largest first, to the part with the least load. Then videos are poured into what is left below the
-    common level, and cut between frames where a part is full: attention never crosses frames, so that no bit changes.
+    Each image, largest first, goes to the part with the least load. Then videos fill the parts up to a common level,
+    and are cut between frames where a part is full. Attention never crosses frames, so a cut changes no bit.
 
     Args:
         works: the items; `frame_tokens` counts patches here. Items without patches appear in no part.
@@ -49,7 +49,7 @@ def balance(works: Sequence[Work], parts: int, constant: float) -> tuple[tuple[P
         constant: `patch_constant` of the tower.
 
     Returns:
-        Pieces of each part in the caller's order, which together hold every frame of every item once.
+        The pieces of each part, in the caller's order; together they hold every frame of every item once.
 
     Raises:
         ValueError: `parts` is not positive.
@@ -69,8 +69,8 @@ def balance(works: Sequence[Work], parts: int, constant: float) -> tuple[tuple[P
 
 
 def _pour(videos: Iterable[tuple[int, Work]], shares: list[list[Piece]], loads: list[float], constant: float) -> None:
-    """Adds videos to `shares`, the emptiest first, each up to the level at which all that are filled end alike."""
-    queue = [(item, work, 0) for item, work in reversed(list(videos))]  # with the first frame that is left
+    """Adds videos to `shares`, least loaded first, each up to the level at which all filled shares end equal."""
+    queue = [(item, work, 0) for item, work in reversed(list(videos))]  # with the first frame not yet placed
     left = sum(load([work], constant) for _, work, _ in queue)
     order = sorted(range(len(loads)), key=loads.__getitem__)
     for i, part in enumerate(order):
@@ -79,7 +79,7 @@ def _pour(videos: Iterable[tuple[int, Work]], shares: list[list[Piece]], loads: 
             item, work, first = queue.pop()
             one = load([Work(1, work.frame_tokens)], constant)
             rest = work.frames - first
-            fitting = max(0, round(room / one))  # a part may be full by a rounded frame more
+            fitting = max(0, round(room / one))  # an earlier video, rounded up, may have overfilled the part
             frames = rest if i == len(order) - 1 else min(rest, fitting)
             if frames:
                 shares[part].append(Piece(item, first, frames, frames * work.frame_tokens))
@@ -90,7 +90,7 @@ def _pour(videos: Iterable[tuple[int, Work]], shares: list[list[Piece]], loads: 
 
 
 def _level(poured: float, loads: Sequence[float]) -> float:
-    """How high `poured` stands over `loads`, ascending: those that it covers end at this level."""
+    """The level reached when `poured` is spread over the lowest of `loads` (ascending) so that these end equal."""
     below = 0.0
     for count, load_of in enumerate(loads, 1):
         below += load_of

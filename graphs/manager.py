@@ -1,7 +1,7 @@
 """The graph manager: one captured CUDA graph per token budget, all over one set of static buffers.
 
-A budget has no graph, is captured, or has failed. A failure leaves the other graphs as they are; `drop_graphs` and
-`release` forget graphs and failures. Nothing here knows what is captured: a `Program` does.
+A budget has no graph yet, has a captured graph, or its capture has failed. A failure leaves the other graphs as they
+are; `drop_graphs` and `release` forget graphs and failures. A `Program` defines what is captured.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ MIB = 2**20
 
 
 class Program(Protocol):
-    """What is captured."""
+    """The work that a manager captures, and its static buffers."""
 
     def allocate(self, limits: Limits) -> None:
-        """Allocates static buffers for the largest budget; smaller ones use a part of them. Precedes any capture."""
+        """Allocates static buffers for the largest budget, before any capture; smaller budgets use parts of them."""
 
     def run(self, budget: int) -> None:
         """Launches everything for `budget` on the static buffers. Allocates nothing, reads nothing back."""
 
     def rehearse(self, budget: int) -> None:
-        """Fills the buffers with a small batch, and launches every kernel of `run` and what loads content and stores
-        outputs: what must be compiled or fails does so here, outside a capture."""
+        """Fills the buffers with a small batch, and launches every kernel of `run`, of loading and of storing, so that
+        compilation and failures happen outside a capture."""
 
     def held_bytes(self) -> int:
         """Bytes of the static buffers."""
@@ -47,9 +47,9 @@ class GraphStats:
     """Counters of what the graphs did.
 
     Attributes:
-        replays: by the budget whose graph ran.
+        replays: replays by the budget whose graph ran.
         pieces: images, videos and parts of videos replayed.
-        merged_tokens: replayed.
+        merged_tokens: merged tokens replayed.
         budget_tokens: merged tokens that the replayed graphs have room for.
         captures: graphs captured.
         failures: captures that failed.
@@ -72,7 +72,7 @@ class GraphStats:
         self.budget_tokens += batch.budget
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, a copy."""
+        """The counters as a dictionary of plain values."""
         padding = 1 - self.merged_tokens / self.budget_tokens if self.budget_tokens else 0.0
         return {
             "replays": sum(self.replays.values()),
@@ -88,10 +88,10 @@ class GraphStats:
 
 
 class GraphManager:
-    """Captures graphs at `warmup` or when first needed, replays them, and gives their memory back.
+    """Captures graphs at `warmup` or when first needed, replays them, and frees their memory.
 
-    Every method is safe from any thread and stream: the lock orders what is launched, an event of the capture orders
-    what still runs.
+    Every method may be called from any thread and stream: the lock orders launches on the host, and an event of the
+    capture orders their execution on the GPU.
     """
 
     def __init__(self, limits: Limits, program: Program, capture: Capture) -> None:
@@ -100,20 +100,20 @@ class GraphManager:
         self._program = program
         self._capture = capture
         self._graphs: dict[int, Graph] = {}
-        self._failed: dict[int, int | None] = {}  # and the larger budget whose graph does their work, if there is one
+        self._failed: dict[int, int | None] = {}  # failed budget -> a larger one whose graph replaces it, or None
         self._allocated = False
         self._lock = threading.RLock()
 
     # replay
 
     def replay(self, batch: Batch, load: Callable[[int], None], unload: Callable[[int], None]) -> bool:
-        """Replays `batch`, and counts it.
+        """Replays `batch`, and counts the replay.
 
-        `load(budget)` fills the static buffers as `budget` sees them, the graph of `budget` runs, and `unload(budget)`
-        copies out: all on the current stream. That is the batch's budget, or a larger one where its capture failed.
+        On the current stream `load(budget)` fills the static buffers as `budget` sees them, the graph of `budget` runs,
+        and `unload(budget)` copies outputs. `budget` is the batch's, or a larger one if the batch's capture failed.
 
         Returns:
-            False, with nothing done, where no graph takes the batch.
+            False, with nothing done, if no graph takes the batch.
         """
         with self._lock:
             budget = self._budget_for(batch.budget)
@@ -124,15 +124,15 @@ class GraphManager:
             return True
 
     def replay_if_captured(self, budget: int, load: Callable[[int], object], unload: Callable[[int], None]) -> bool:
-        """Replays the graph of `budget`, as `replay` does, of content that the host may have yet to read.
+        """Replays the graph of `budget` as `replay` does, on content that the host may not have read yet.
 
-        The caller counts it once the content is known, by `count_replay` or `count_misprediction`.
+        Once the content is known, the caller counts the replay by `count_replay` or `count_misprediction`.
 
         Args:
-            load: may return False for the graph not to run, of what it sees while the GPU loads.
+            load: may return False after enqueuing the loads; then the graph does not run.
 
         Returns:
-            Whether it ran: not where `budget` has no graph yet.
+            Whether the graph ran; False if `budget` has no graph yet.
         """
         with self._lock:
             graph = self._graphs.get(budget)
@@ -149,7 +149,7 @@ class GraphManager:
             return True
 
     def count_replay(self, batch: Batch) -> None:
-        """Counts a speculative replay that was of `batch`, by the graph of its budget."""
+        """Counts a speculative replay that turned out to be of `batch`, by the graph of its budget."""
         with self._lock:
             self.stats.add(batch)
 
@@ -165,13 +165,13 @@ class GraphManager:
         progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets,
         only: Collection[int] | None = None,
     ) -> None:
-        """Captures every budget, or those of `only`, the largest first; `progress` wraps the iterable of budgets."""
+        """Captures every budget, or those in `only`, the largest first; `progress` wraps the iterable of budgets."""
         wanted = tuple(b for b in reversed(self.limits.token_budgets) if only is None or b in only)
         for budget in progress(wanted):
             self.ready(budget)
 
     def ready(self, budget: int) -> bool:
-        """Whether `budget` has a graph; captures it if nobody has tried yet."""
+        """Whether `budget` has a graph; captures it if that was not tried yet."""
         with self._lock:
             if budget not in self._graphs and budget not in self._failed:
                 self._try_capture(budget)
@@ -186,16 +186,16 @@ class GraphManager:
         return self._graphs[budget]
 
     def _budget_for(self, budget: int) -> int | None:
-        """The budget whose graph takes a batch of `budget`, None if none does. From call to call it stays the same."""
+        """The budget whose graph takes a batch of `budget`, or None; the same from call to call."""
         return budget if self.ready(budget) else self._failed[budget]
 
     def _try_capture(self, budget: int) -> None:
         try:
             self._capture_budget(budget)
             return
-        except RuntimeError as error:  # of CUDA, its memory, or the compiler; anything else is a fault of ours
+        except RuntimeError as error:  # CUDA errors, out of memory, the compiler; any other type is a bug of fusedvit
             cause = _first_line(error)
-        self._give_up(budget, cause)  # not in the handler: there the traceback keeps what failed alive
+        self._give_up(budget, cause)  # outside the handler, where the traceback would keep the failed capture alive
 
     def _capture_budget(self, budget: int) -> None:
         self._allocate()
@@ -218,7 +218,8 @@ class GraphManager:
             self._capture.after_use()
 
     def _give_up(self, budget: int, cause: str) -> None:
-        """Decides for good what runs batches of `budget`: graphs of two budgets may differ in an output's last bit."""
+        """Decides for good what runs batches of `budget`, as graphs of two budgets may differ in an output's last
+        bit."""
         self.stats.failures += 1
         held = self.held_bytes() / MIB
         if not self._graphs:
@@ -240,7 +241,7 @@ class GraphManager:
         return self._lock
 
     def wait(self) -> None:
-        """Makes the host wait until no replay is under way; under `exclusive()` none begins."""
+        """Makes the host wait until no replay is running; under `exclusive()` none begins."""
         self._capture.wait()
 
     def held_bytes(self) -> int:
@@ -248,30 +249,30 @@ class GraphManager:
         return self._program.held_bytes() + self._capture.held_bytes()
 
     def drop_graphs(self) -> None:
-        """Forgets captured graphs and failures, keeps the static buffers: what graphs point to has moved."""
+        """Forgets captured graphs and failures, as captured addresses have moved; keeps the static buffers."""
         with self._lock:
             self._reset_graphs()
             self._failed.clear()
 
     def release(self) -> None:
-        """Gives back graphs and static buffers, and forgets failures; the next use captures again."""
+        """Frees graphs and static buffers, and forgets failures; the next use captures again."""
         with self._lock:
             self._free()
             self._failed.clear()
 
     def _free(self) -> None:
         self._reset_graphs()
-        self._allocated = False  # before: interrupted between, captures would run without buffers
+        self._allocated = False  # before `free`: after an interrupt in between, captures would run without buffers
         self._program.free()
         self._capture.give_back()
 
     def _reset_graphs(self) -> None:
         self._capture.wait()
-        while self._graphs:  # one by one: interrupted between, none that was reset is replayed
+        while self._graphs:  # one by one, so that after an interrupt no graph that was reset is replayed
             self._graphs.popitem()[1].reset()
         self._capture.forget()
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of its message; its type's name where it has none."""
+    """The first line of the error's message, or the name of its type if there is no message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

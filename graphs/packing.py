@@ -1,11 +1,11 @@
 """Packing: which items replay together, and in the graph of which token budget.
 
-Pure: the same arguments give the same plan. Attention never crosses frames, so a video may be cut between frames
-without changing a bit of its output.
+Packing is a pure function. Attention never crosses frames, so a video may be cut between frames without changing a bit
+of its output.
 
-The rule is first-fit-decreasing with the largest budget as the bin. Replays follow their content (captured kernels read
-true counts, so padding exits early), hence fewer batches are cheaper and the cost of a plan is close to linear in its
-tokens. Over 3000 random calls it cost 1.000001 times the optimal plan on average, and 1.0001 times at worst.
+The rule is first-fit-decreasing with the largest budget as the bin. A replay takes time for its content only, as
+captured kernels read true counts and padding exits early. So fewer batches are cheaper, and the cost of a plan is close
+to linear in its tokens. Over 3000 random calls it cost 1.000001 times the optimal plan on average, 1.0001 at worst.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from typing import NamedTuple
 from fusedvit.graphs.limits import Limits
 
 TOKEN_BUDGET = "token budget"  # why an item overflows, as `stats()` counts it
-OPEN_BATCHES = 64  # that a piece may still join: planning stays linear in the pieces
-_TOKENS_THEN_FRAMES = itemgetter(3, 2)  # of a Piece
+OPEN_BATCHES = 64  # most batches that a piece may still join, so that planning stays linear in the pieces
+_TOKENS_THEN_FRAMES = itemgetter(3, 2)  # fields of a `Piece`
 
 
 # Work and Piece are created for every item of every call: a tuple costs a third of a frozen dataclass.
@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Frames `first_frame` to `first_frame + frames` of the caller's item number `item`, and their tokens."""
+    """`frames` frames of the caller's item number `item`, beginning with `first_frame`, and their tokens."""
 
     item: int
     first_frame: int
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces, in the caller's order, that replay together in the graph of `budget`."""
+    """Pieces that replay together in the graph of `budget`, in the caller's order."""
 
     budget: int
     pieces: tuple[Piece, ...]
@@ -54,7 +54,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Plan:
-    """Batches by their first piece, and whole items of whose frames no graph holds one, in the caller's order."""
+    """Batches ordered by their first piece, and `overflow`: whole items with frames too large for any graph, in the
+    caller's order."""
 
     batches: tuple[Batch, ...]
     overflow: tuple[Piece, ...]
@@ -63,20 +64,20 @@ class Plan:
 def pack(works: Sequence[Work], limits: Limits) -> Plan:
     """Plans one call: every frame of every item is in exactly one piece.
 
-    A video over the frame or token budget is cut into as few, evenly filled pieces as possible; an item with frames
-    over the largest budget overflows as a whole. Items without tokens appear nowhere.
-    Permuting the items permutes the plan: only equal pieces may change places.
+    A video over the frame or token budget is cut into as few pieces as possible, evenly filled. An item whose frames
+    exceed the largest budget overflows as a whole. Items without tokens are left out. Permuting the items permutes the
+    plan, except that equal pieces may change places.
 
     Args:
-        works: the items; recent calls of equal layout are remembered.
+        works: the items; plans of recent calls with equal items are cached.
     """
     return _pack(tuple(works), limits)
 
 
 def sole_budget(tokens: int, items: int, limits: Limits) -> int | None:
-    """The budget of the one batch that any `items` of together `tokens` are; None if they are none or several.
+    """The budget of the batch that any `items` items of `tokens` tokens in total form; None unless it is one batch.
 
-    Provided that each item has tokens, and that their frames are within `limits`.
+    Each item must have tokens, and their frames must be within `limits`.
     """
     return limits.smallest_for(tokens) if 0 < items <= min(tokens, limits.max_items) else None
 
@@ -95,7 +96,7 @@ def _smallest_budget(pieces: Sequence[Piece], limits: Limits) -> int:
 
 
 def _cut(works: Sequence[Work], limits: Limits) -> tuple[list[Piece], list[Piece]]:
-    """Cuts items into pieces that fit a batch each; returns these, and the items that cannot be cut so."""
+    """Cuts items into pieces that each fit a batch; returns the pieces, and the items that cannot be cut so."""
     pieces: list[Piece] = []
     overflow: list[Piece] = []
     largest, max_frames = limits.largest, limits.max_frames
@@ -113,7 +114,7 @@ def _cut(works: Sequence[Work], limits: Limits) -> tuple[list[Piece], list[Piece
 
 
 def _cut_video(item: int, frames: int, frame_tokens: int, most: int) -> list[Piece]:
-    """Cuts into as few pieces of at most `most` frames as possible, whose frames differ by at most one."""
+    """Cuts a video into as few pieces of at most `most` frames as possible, whose sizes differ by at most one frame."""
     count = -(-frames // most)
     cuts = [frames * i // count for i in range(count + 1)]
     return [Piece(item, a, b - a, (b - a) * frame_tokens) for a, b in pairwise(cuts)]
@@ -121,7 +122,7 @@ def _cut_video(item: int, frames: int, frame_tokens: int, most: int) -> list[Pie
 
 @dataclass(slots=True)
 class _OpenBatch:
-    """A batch under construction, and the room left in it."""
+    """A batch under construction: its pieces, and the room left for tokens, frames and items."""
 
     tokens: int
     frames: int
@@ -133,10 +134,10 @@ def _first_fit_decreasing(pieces: Sequence[Piece], limits: Limits) -> list[list[
     """Each piece, largest first, joins the first open batch with room for it, or opens one.
 
     A full batch is closed. So is the oldest when more than `OPEN_BATCHES` are open: it has the least room for tokens,
-    unless several pieces share a batch. That costs nothing up to 64 batches, and beyond them a few replays more, each
-    small beside its content.
+    unless several pieces share a batch. Up to 64 batches that costs nothing; beyond, it may cost a few more replays,
+    each cheap compared with its content.
     """
-    ordered = sorted(pieces, key=_TOKENS_THEN_FRAMES, reverse=True)  # stable: the caller's order among equals
+    ordered = sorted(pieces, key=_TOKENS_THEN_FRAMES, reverse=True)  # stable: equal pieces keep the caller's order
     least = ordered[-1].tokens if ordered else 0
     batches: list[list[Piece]] = []
     opened: list[_OpenBatch] = []

@@ -1,16 +1,16 @@
-"""Side streams: launches of a captured graph that overlap with others of it."""
+"""Side streams: some launches of a captured graph overlap with its other launches."""
 
 from collections.abc import Callable
 
 import torch
 
-PRIORITY = -2  # above the captured stream's; a level whose streams PyTorch hands out to hardly anybody else
+PRIORITY = -2  # above the captured stream's; hardly any other code asks PyTorch for streams of this level
 
 
 class CapturedSideStream:
-    """A stream that joins the capture of the current one. Where nothing is captured, launches stay in line.
+    """A stream that joins the capture of the current stream. Outside a capture, launches stay on the current stream.
 
-    A graph's nodes keep the priority of the stream that they were captured on.
+    A graph's nodes keep the priority of the stream on which they were captured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,6 +28,6 @@ class CapturedSideStream:
             launches()
 
     def join(self) -> None:
-        if self._forked:  # a capture ends with every stream joined, also one that fails on the way
+        if self._forked:  # a capture must end with every stream joined, even if it fails midway
             self._forked = False
             torch.cuda.current_stream(self._device).wait_stream(self._side)

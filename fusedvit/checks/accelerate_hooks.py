@@ -1,8 +1,8 @@
-"""accelerate's wrappers of `forward` that only see to devices, in a tower that lies on one.
+"""Recognises accelerate's wrappers of `forward` that only move inputs, in a tower that lies on one device.
 
-`device_map="auto"` gives every module a `forward` of its own that moves its input to where the module is. In a tower
-whose modules all run on one device these do nothing, so it may run fused. Offloading moves weights: that is not
-nothing. accelerate itself is not imported.
+`device_map="auto"` gives every module a `forward` that moves its input to the module's device. If all modules of a
+tower run on one device, these wrappers have no effect, so the tower may run fused. Wrappers that offload move weights,
+so such a tower may not. accelerate itself is not imported.
 """
 
 import sys
@@ -20,29 +20,29 @@ from fusedvit.checks.source_code import Definition, cells_of, definition_of, wra
 
 _MODULE = "accelerate.hooks"
 _HOOK = "_hf_hook"
-OLD = "_old_forward"  # what such a wrapper calls, an attribute of the module
-_STATE = ("execution_device", "offload", "io_same_device", "hooks")  # what a hook goes by
-_METHODS = ("pre_forward", "post_forward")  # what it runs
-_HELPERS = ("send_to_device", "find_device")  # and what these call, where nothing is offloaded
-_COMPILED = "_compiled_fn"  # where a wrapper of `_METHODS` keeps what torch made of the function, once it has run
+OLD = "_old_forward"  # the module's attribute with the function that such a wrapper calls
+_STATE = ("execution_device", "offload", "io_same_device", "hooks")  # attributes that determine what a hook does
+_METHODS = ("pre_forward", "post_forward")  # methods that a hook runs
+_HELPERS = ("send_to_device", "find_device")  # functions that these methods call if nothing is offloaded
+_COMPILED = "_compiled_fn"  # attribute in which a decorator of `_METHODS` keeps torch's wrapper after its first run
 _MAKES_COMPILED = Definition("torch.compiler", "disable")
 _WRAPPER = Definition(_MODULE, "add_hook_to_module.<locals>.new_forward")
 
 
 @dataclass(frozen=True)
 class _Decorated:
-    """A function that a decorator of accelerate's made: what it runs, as an attribute that can be compared."""
+    """A function decorated by accelerate, with the function that it runs as an attribute that can be compared."""
 
     wrapper: FunctionType
 
     @property
     def runs(self) -> FunctionType | None:
-        """The function that it wraps, if it runs that; the same one before and after its first run."""
+        """The wrapped function, if that is what the wrapper runs; the same before and after its first run."""
         return _run_by(self.wrapper)
 
 
 def own_forwards(plain: Plain) -> set[str]:
-    """Paths of inner modules with a `forward` of their own that may compute something."""
+    """Paths of inner modules with an own `forward` that may do more than move inputs."""
     modules = [*plain.modules.items(), *plain.layers.items()]
     inner = [(path, m) for path, m in modules if path and "forward" in vars(m)]
     if not inner:
@@ -52,7 +52,7 @@ def own_forwards(plain: Plain) -> set[str]:
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where such a wrapper is kept, and what it goes by, for change detection."""
+    """Slots of such a wrapper and of the state of its hooks, for change detection."""
     attributes = vars(module)
     if "forward" not in attributes:
         return
@@ -62,12 +62,12 @@ def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """accelerate's hooks on `module`, those within others as well."""
+    """accelerate's hooks on `module`, including nested ones."""
     return list(_hooks_of(vars(module).get(_HOOK)))
 
 
 def code_slots(plain: Plain) -> tuple[tuple[Any, str], ...]:
-    """Where what the hooks run is kept: (class or module, name)."""
+    """Slots of the code that the hooks run: (class or module, name)."""
     modules = (m for m in (*plain.modules.values(), *plain.layers.values()) if "forward" in vars(m))
     classes = dict.fromkeys(type(hook) for module in modules for hook in hooks_of(module))
     home = sys.modules.get(_MODULE)
@@ -79,7 +79,7 @@ def code_slots(plain: Plain) -> tuple[tuple[Any, str], ...]:
 
 
 def functions_of(slots: Iterable[tuple[Any, str]]) -> dict[int, FunctionType]:
-    """The functions there, and what decorators wrap."""
+    """The functions in `slots`, and the functions that their decorators wrap, by id."""
     found: dict[int, FunctionType] = {}
     for owner, name in slots:
         function = getattr(owner, name, None)
@@ -99,7 +99,7 @@ def _hooks_of(hook: Any) -> Iterator[Any]:
 def _only_moves_inputs(module: nn.Module, device: torch.device) -> bool:
     attributes = vars(module)
     forward, old, hook = (attributes.get(name) for name in ("forward", OLD, _HOOK))
-    if is_of_class(forward, module):  # what removing a hook leaves
+    if is_of_class(forward, module):  # as accelerate leaves it when a hook is removed
         return True
     if not isinstance(forward, partial):
         return False
@@ -108,18 +108,18 @@ def _only_moves_inputs(module: nn.Module, device: torch.device) -> bool:
 
 
 def wraps(forward: partial[Any], module: nn.Module) -> bool:
-    """Whether it is accelerate's wrapper of what `module` keeps as `OLD`."""
+    """Whether `forward` is accelerate's wrapper, which calls the attribute `OLD` of `module`."""
     return definition_of(forward.func) == _WRAPPER and forward.args == (module,)
 
 
 def is_of_class(forward: Any, module: nn.Module) -> bool:
-    """Whether it is the `forward` of the module's class, bound to it."""
+    """Whether `forward` is the `forward` of the module's class, bound to `module`."""
     cls: Any = type(module)
     return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is cls.forward
 
 
 def _runs_accelerates(hook: Any) -> bool:
-    """Whether a hook and those within it are accelerate's, and run what its source defines."""
+    """Whether a hook and its nested hooks are accelerate's, and run the code that accelerate's source defines."""
     home: Any = sys.modules.get(_MODULE)
     for part in _hooks_of(hook):
         cls = type(part)
@@ -131,7 +131,7 @@ def _runs_accelerates(hook: Any) -> bool:
 
 
 def _undecorated(function: Any) -> Definition | None:
-    """Where what accelerate's decorators wrap, and run, is defined."""
+    """Where the function inside accelerate's decorators is defined."""
     while isinstance(function, FunctionType) and _is_decorated(function):
         function = _run_by(function)
     return definition_of(function)
@@ -143,9 +143,9 @@ def _is_decorated(function: FunctionType) -> bool:
 
 
 def _run_by(wrapper: FunctionType) -> FunctionType | None:
-    """What a wrapper of accelerate's runs: the function that it wraps, or None for anything else.
+    """The function that a wrapper of accelerate's wraps, if that is what the wrapper runs; else None.
 
-    It looks up an attribute of itself for that, where it keeps the function with torch's compiler off.
+    The wrapper calls its own attribute `_COMPILED`, in which it keeps the function with torch's compiler disabled.
     """
     inner = wrapped_by(wrapper)
     if any(cell.cell_contents not in (inner, wrapper) for cell in cells_of(wrapper)):
@@ -157,7 +157,7 @@ def _run_by(wrapper: FunctionType) -> FunctionType | None:
 
 
 def _only_calls(compiled: object, inner: FunctionType | None) -> bool:
-    """Whether `compiled` is what torch made of `inner`."""
+    """Whether `compiled` is torch's wrapper of `inner`, and calls nothing else."""
     found = definition_of(compiled)
     if not isinstance(compiled, FunctionType) or found is None or not found.module.startswith("torch._dynamo."):
         return False

@@ -1,15 +1,16 @@
-"""PEFT's LoRA layers in a tower: what the tower is without them, and their weights folded into its own.
+"""PEFT's LoRA layers in a tower: the tower without them, and their weights folded into its own.
 
     W' = W + sum over active adapters of scaling * B A,  computed in fp64 and rounded once, without bias
 
-A LoRA layer stands where a linear layer or a convolution stood, and holds it as `base_layer`. The original code adds
-the adapters' products to that layer's; the fused encoder multiplies by W', which is prepared again when an adapter, a
-scale or the choice of adapters changes. PEFT itself is not imported.
+A LoRA layer replaces a linear layer or a convolution, which it keeps as `base_layer`. The original code adds the
+adapters' products to that layer's output. The fused encoder multiplies by W', which is prepared again when an adapter,
+a scale or the choice of adapters changes. PEFT itself is not imported.
 
-Much of what a trained adapter adds is less than half a unit in the last place (ulp) of a bf16 weight. To nearest, W'
-would be W there and the adapter lost, whose product the original code keeps. So W' is the neighbour above or below the
-sum, above in as many of a row's elements as the sum lies above the lower one, in ulps. Products over K then get what
-was added, and noise below that of activations in bf16. Where an adapter adds nothing W' is W.
+Most values that a trained adapter adds are smaller than half a unit in the last place (ulp) of a bf16 weight. Rounding
+to nearest would give W' = W there and lose the adapter, whose product the original code keeps. So the sum is rounded up
+or down to a neighbour, up in a share of a row's elements equal to the sum's distance from the lower neighbour in ulps.
+A product over K then contains what was added, plus noise below that of bf16 activations. If an adapter adds nothing, W'
+is W.
 """
 
 import math
@@ -24,7 +25,7 @@ from fusedvit.checks.source_code import Definition, definition_of
 from fusedvit.model.fp16_range import Products
 
 _MODULE = "peft.tuners.lora.layer"
-# PEFT's class, by its name: what it consists of, and whose `forward` it has.
+# Name of PEFT's class -> the class of its layers, and where its `forward` is defined.
 _KINDS: dict[str, tuple[type[nn.Module], str]] = {
     "Linear": (nn.Linear, "Linear.forward"),
     "Conv2d": (nn.Conv2d, "_ConvNd.forward"),
@@ -32,13 +33,13 @@ _KINDS: dict[str, tuple[type[nn.Module], str]] = {
 }
 _BASE = "base_layer"
 _RUN = (_BASE, "lora_A", "lora_B", "lora_dropout")
-# What a LoRA layer's forward goes by beside its parameters.
+# Attributes, apart from parameters, that determine what a LoRA layer's forward computes.
 _STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
-# What its forward mentions and does not run: for adapters to undo, and for a batch that names its adapters.
+# Methods that its forward mentions but does not run here: they undo merges and serve batches that name adapters.
 NOT_RUN = frozenset({"unmerge", "_mixed_batch_forward"})
 _CASTS = "cast_input_dtype_enabled"
-_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, less whole numbers, lie evenly in [0, 1)
-_EXPONENT = 0x7FF << 52  # bits of a float64
+_GOLDEN = (math.sqrt(5) - 1) / 2  # the fractional parts of its multiples are spread evenly over [0, 1)
+_EXPONENT = 0x7FF << 52  # the exponent bits of a float64
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -47,12 +48,12 @@ def is_lora(module: nn.Module) -> bool:
 
 
 class Plain(NamedTuple):
-    """A tower as if there were no adapters: where a LoRA layer is, there is what it holds.
+    """A tower without adapters: each LoRA layer is replaced by its base layer.
 
     Attributes:
         tower: the tower itself.
-        modules: every module by its path, shared ones under each of theirs; the tower's is "".
-        layers: the LoRA layers by their paths.
+        modules: every module by path; a shared module appears under each of its paths; the tower's path is "".
+        layers: the LoRA layers by path.
     """
 
     tower: nn.Module
@@ -61,7 +62,7 @@ class Plain(NamedTuple):
 
     @staticmethod
     def of(tower: nn.Module) -> "Plain":
-        """One walk over `tower`."""
+        """Collects the modules in one walk over `tower`."""
         modules = dict(tower.named_modules(remove_duplicate=False))
         layers = {path: module for path, module in modules.items() if is_lora(module)}
         if layers:
@@ -71,7 +72,7 @@ class Plain(NamedTuple):
         return Plain(tower, modules, layers)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names, shared ones under each of theirs."""
+        """Parameters by name; a shared parameter appears under each of its names."""
         return {
             f"{path}.{name}" if path else name: parameter
             for path, module in self.modules.items()
@@ -81,16 +82,20 @@ class Plain(NamedTuple):
 
 
 def modules_run(layer: Any) -> Iterator[nn.Module]:
-    """A LoRA layer, and what its forward calls where no active adapter is of another kind, which `cannot_fold` refuses:
-    what adapters of other kinds hold beside A and B is theirs alone."""
+    """A LoRA layer and the modules that its forward calls.
+
+    Modules that only other kinds of adapters have are left out, as `cannot_fold` refuses such adapters if active.
+    """
     yield layer
     for name in _RUN:
         yield from getattr(layer, name).modules()
 
 
 def modules_read(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and what it holds, by path, shared modules under each of theirs; of a LoRA layer's adapters only what is
-    of those that its next call adds."""
+    """`module` and the modules inside it by path; a shared module appears under each of its paths.
+
+    Modules of a LoRA layer's inactive adapters are left out.
+    """
     yield path, module
     is_layer = is_lora(module)
     for name, child in module._modules.items():
@@ -107,7 +112,7 @@ def modules_read(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a LoRA layer keeps what its forward goes by, for change detection."""
+    """Slots of the attributes that determine what a LoRA layer's forward computes, for change detection."""
     if not is_lora(module):
         return
     yield from ((vars(module), name) for name in (*_STATE, _CASTS))
@@ -116,7 +121,7 @@ def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def cannot_fold(plain: Plain) -> str:
-    """The first adapter layer whose product is not that of one matrix, and why; "" if there is none."""
+    """The first adapter layer that cannot be folded into one matrix, and why; "" if there is none."""
     for path, module in plain.modules.items():
         if type(module).__module__.startswith("peft."):
             return f"{path} is {name_of(type(module))}, expected a LoRA layer of {[*_KINDS]}"
@@ -162,7 +167,7 @@ def _why_not_adapter(layer: Any, name: str) -> str:
 
 
 def _is_one_convolution(base: Any, down: Any, up: Any) -> bool:
-    """Whether A steps as the layer does, and B takes its output point by point."""
+    """Whether A has the base layer's kernel and steps, and B is a convolution of kernel size 1."""
     steps = ("kernel_size", "stride", "padding", "dilation", "groups")
     alike = type(base) is type(down) and all(getattr(base, name) == getattr(down, name) for name in steps)
     return alike and set(up.kernel_size) == set(up.stride) == {1} and up.groups == down.groups == 1
@@ -192,8 +197,8 @@ def _why_not_tensors(layer: Any, down: Any, up: Any) -> str:
 
 
 def not_dense(p: torch.Tensor) -> str:
-    """What it is if its elements do not fill one stretch of memory, in whatever order of dimensions: fingerprints read
-    it so; "" if they do."""
+    """What is wrong if the elements of `p` do not fill one contiguous range of memory in some order of dimensions, as
+    fingerprints need; "" if they do."""
     if p.is_neg():
         return "a negated view"
     outermost_first = sorted(range(p.ndim), key=p.stride, reverse=True)
@@ -202,7 +207,7 @@ def not_dense(p: torch.Tensor) -> str:
 
 
 def active_adapters(layer: Any) -> list[str]:
-    """The adapters whose products the layer's next call adds to its own."""
+    """The adapters whose products the layer's next call adds to its base layer's."""
     if layer._disable_adapters or layer.merged_adapters:
         return []
     chosen = layer._active_adapter
@@ -211,9 +216,9 @@ def active_adapters(layer: Any) -> list[str]:
 
 
 def folded(plain: Plain, sums: Products) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Parameters as they would be without adapters, active ones folded in; and the names of those that are new tensors.
+    """Parameters of the tower with active adapters folded in, and the names of those that are new tensors.
 
-    `cannot_fold` comes first. `sums` takes what was rounded, as it is to nearest: whether fp16 can hold it.
+    `cannot_fold` must have found nothing. `sums` gets each sum, rounded to nearest, to judge whether fp16 can hold it.
     """
     parameters: dict[str, torch.Tensor] = dict(plain.parameters())
     new: set[str] = set()
@@ -240,12 +245,12 @@ def folded(plain: Plain, sums: Products) -> tuple[dict[str, torch.Tensor], froze
 def rounded_evenly(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`exact` (float64) rounded to one of its two neighbours in `dtype`, without bias over any row.
 
-    The same bits at each preparation and on each device: no random numbers, and no operation here is inexact.
+    The result is deterministic, on every device: it uses no random numbers and only exact operations.
     """
     info, size = torch.finfo(dtype), exact.abs()
     ulp = size.clamp(info.tiny, info.max)
-    ulp.view(torch.int64).bitwise_and_(_EXPONENT)  # the power of two below; that of subnormal numbers is `tiny`
+    ulp.view(torch.int64).bitwise_and_(_EXPONENT)  # the power of two below; `tiny` for subnormal numbers
     ulp *= info.eps
     thresholds = torch.arange(exact.numel(), dtype=torch.float64, device=exact.device).mul_(_GOLDEN).frac_()
     evenly = thresholds.view_as(exact).add_(exact / ulp).floor_().mul_(ulp)
-    return torch.where(size <= info.max, evenly, exact).to(dtype)  # beyond the largest: infinite where to nearest
+    return torch.where(size <= info.max, evenly, exact).to(dtype)  # beyond the largest, `to` rounds to nearest

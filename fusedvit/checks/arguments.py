@@ -1,8 +1,8 @@
-"""What Hugging Face's tower does with a call's keyword arguments, found in its code and not in a list of ours.
+"""Finds out what Hugging Face's tower does with a call's keyword arguments, from the tower's code, not from a list.
 
-A tower hands `**kwargs` on: its decorators read some, helpers of `transformers.vision_utils` take precomputed tensors
-out of them, blocks and their attention pass the rest to the attention function. An argument that none of these
-functions names changes nothing, whatever it is called, so the call runs fused.
+A tower passes `**kwargs` on: its decorators read some, helpers of `transformers.vision_utils` take precomputed tensors
+out of them, and blocks and their attention pass the rest to the attention function. An argument that none of these
+functions names changes nothing, so the call runs fused.
 """
 
 import dis
@@ -18,7 +18,7 @@ from torch import nn
 
 _ATTENDED = {"query", "key", "value"}  # parameters of every attention function
 _OURS = __name__.partition(".")[0]
-_HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`api` sees to `return_dict`)
+_HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`outputs` sees to the first)
 _REGISTRY = "transformers.modeling_utils"  # where attention functions are registered
 
 
@@ -27,13 +27,13 @@ class ArgumentRules:
     """What a tower does with keyword arguments.
 
     Attributes:
-        read: names that some function on their way reads; any other name is ignored.
-        precomputed: those of `read` that stand for what `grid_thw` gives.
-        given: those of `read` that the code itself gives to what it calls, so that a caller's would be one too many.
-            Of any other name None is as good as nothing.
-        recorded: what the output record gets if `output_<name>` is true, in the record's order, and whether any module
-            of the tower gives it; where none does, Hugging Face's record holds an empty tuple.
-        options: `output_<name>` of each.
+        read: names that some function reads; any other name is ignored.
+        precomputed: names in `read` of tensors that are otherwise computed from `grid_thw`.
+        given: names in `read` that the tower's code itself passes to functions, so that a caller's argument would be a
+            duplicate, even None. For any other name, None is the same as no argument.
+        recorded: (name, whether any module of the tower gives it) of what the output record holds if `output_<name>` is
+            true, in the record's order. If no module gives it, Hugging Face's record holds an empty tuple.
+        options: `output_<name>` for each entry of `recorded`.
     """
 
     read: frozenset[str]
@@ -47,7 +47,7 @@ _known: weakref.WeakKeyDictionary[type, dict[Any, ArgumentRules]] = weakref.Weak
 
 
 def rules_of(tower: nn.Module) -> ArgumentRules:
-    """The rules of `tower`, by its class and its attention implementation."""
+    """The rules of `tower`, cached by its class and attention implementation."""
     cls, attention = type(tower), configured(tower.__dict__.get("config"), "_attn_implementation")
     known = _known.get(cls)
     if known is None:
@@ -66,7 +66,7 @@ def asked_for(tower: nn.Module, rules: ArgumentRules, given: Mapping[str, Any]) 
 
 
 def configured(config: object, name: str) -> Any:
-    """An option of Hugging Face's config, past its own `__getattribute__`, which takes 3 us; False if there is none."""
+    """An option of a Hugging Face config; False if there is none. Bypasses its `__getattribute__`, which takes 3 us."""
     if config is None:
         return False
     kept = object.__getattribute__(config, "__dict__")
@@ -96,7 +96,7 @@ def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> Arg
         elif names >= _ATTENDED:
             attended |= _required(function)
         read |= names
-    precomputed -= attended  # a helper's call of something else may have a keyword of that name
+    precomputed -= attended  # a helper may use one of these names as a keyword in an unrelated call
     recorded = getattr(cls, "_can_record_outputs", None) or {}
     entries = tuple((name, _gives(specs, inner)) for name, specs in recorded.items())
     options = tuple(f"output_{name}" for name, _ in entries)
@@ -110,7 +110,7 @@ def _attention_function(implementation: str | None) -> Any:
 
 
 def _gives(specs: Any, inner: frozenset[type]) -> bool:
-    """Whether a module of the classes `inner` is one that these specs of `_can_record_outputs` record."""
+    """Whether `specs`, an entry of `_can_record_outputs`, record the output of a module of the classes `inner`."""
     for spec in specs if isinstance(specs, list) else [specs]:
         target = getattr(spec, "target_class", spec)
         if not isinstance(target, type) or any(issubclass(cls, target) for cls in inner):
@@ -119,7 +119,7 @@ def _gives(specs: Any, inner: frozenset[type]) -> bool:
 
 
 def _chain(function: Any) -> Iterator[FunctionType]:
-    """A function and those that it wraps, without ours."""
+    """A function and the functions that it wraps, without fusedvit's."""
     while function is not None:
         function = getattr(function, "__func__", function)
         if isinstance(function, FunctionType) and not function.__globals__["__name__"].startswith(_OURS):
@@ -128,7 +128,7 @@ def _chain(function: Any) -> Iterator[FunctionType]:
 
 
 def _reached(roots: list[FunctionType]) -> Iterator[FunctionType]:
-    """Those of `roots`, and of what they call by name, that keyword arguments reach."""
+    """The functions among `roots`, and among the functions that they call by name, that keyword arguments reach."""
     seen: set[CodeType] = set()
     left = list(roots)
     while left:
@@ -144,12 +144,12 @@ def _reached(roots: list[FunctionType]) -> Iterator[FunctionType]:
 
 
 def _hands_on(function: FunctionType) -> bool:
-    """Whether a function calls another with `**kwargs`."""
+    """Whether a function passes `**kwargs` to another."""
     return any(instruction.opname == "DICT_MERGE" for instruction in dis.get_instructions(function))
 
 
 def _names_given(function: FunctionType) -> set[str]:
-    """Parameters that whoever calls it must give, and whatever could be a keyword of its own calls."""
+    """Required parameters of `function`, and strings that could be keywords of calls in its body."""
     return _required(function) | _strings_in(function.__code__.co_consts)
 
 
@@ -158,12 +158,12 @@ def _required(function: FunctionType) -> set[str]:
 
 
 def _takes_a_mapping(function: FunctionType) -> bool:
-    """A parameter `kwargs`, out of which a helper pops what it need not compute."""
+    """Whether `function` has a parameter `kwargs`, from which helpers pop what they need not compute."""
     return "kwargs" in _parameters(function.__code__)
 
 
 def _parameters(code: CodeType) -> tuple[str, ...]:
-    """Without `*args` and `**kwargs`."""
+    """Names of parameters, without `*args` and `**kwargs`."""
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 

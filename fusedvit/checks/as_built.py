@@ -1,8 +1,8 @@
-"""What a tower's modules and parameters must be for the fused encoder to stand for them.
+"""Checks that a tower's modules and parameters are what the fused encoder computes.
 
-Parameters are as the spec says. Modules, their classes and their plain attributes (numbers, strings, flags) are as in a
-tower that transformers builds from the same config, without memory, to compare with. An engine builds no second tower:
-its adapter takes the structure of the first (`Built.of`) as its constructor returns, before anybody else sees it.
+Parameters must be as the spec says. Modules, their classes and their plain attributes (numbers, strings, flags) must be
+as in a second tower that transformers builds from the same config on the meta device. A serving engine builds no second
+tower: its adapter records the structure (`Built.of`) when the tower's constructor returns, before other code sees it.
 """
 
 import copy
@@ -38,7 +38,7 @@ from fusedvit.model.spec import VisionSpec
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 _FLATTENED = "{} is in a flat parameter of FSDP1, with or without use_orig_params; fully_shard leaves the tower fused"
 _FUSED_PATCH_EMBED = "transformers.fusion_mapping"  # see Family.aliases
-# Attributes of the tower that the spec gives too, by what the spec says of them.
+# Attribute of the tower -> its value according to the spec.
 _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
     "deepstack_visual_indexes": lambda spec: list(spec.deepstack),
     "spatial_merge_size": lambda spec: spec.merge_size,
@@ -48,11 +48,11 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
 _GELU = ("GELU", "none")
 _FULL_ATTENTION = "fullatt_block_indexes"
 CAUSAL = "is_causal"
-DROPOUT = "attention_dropout"  # only in training mode
-_REGISTRIES = (dict, OrderedDict)  # the latter in modules that an older torch has pickled
+DROPOUT = "attention_dropout"  # applied only in training mode
+_REGISTRIES = (dict, OrderedDict)  # an OrderedDict in modules that an older torch has pickled
 _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # casting a tower rounds its frequencies, for good
-_NOT_READ = {*vars(nn.Module()), "config"}  # compared by themselves
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # casting a tower rounds its rotary frequencies for good
+_NOT_READ = {*vars(nn.Module()), "config"}  # compared separately
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Built:
 
     @staticmethod
     def like(tower: nn.Module) -> "Built":
-        """Builds a tower of the class and config of `tower`, on the meta device; a config that is known, once."""
+        """The structure of a tower with the class and config of `tower`, built on the meta device once per config."""
         return _built(own_class(type(tower)), _Config(repr(vars(tower.config)), tower.config))
 
     @staticmethod
@@ -78,7 +78,7 @@ class Built:
         """
         modules = dict(tower.named_modules(remove_duplicate=False))
         for path, module in modules.items():
-            if not is_own(own_class(type(module)), engine):  # and not kept: it may be there for a while only
+            if not is_own(own_class(type(module)), engine):  # not recorded, as the module may be temporary
                 raise ValueError(f"{path} is of class {name_of(type(module))}")
         return Built(
             {path: type(m) for path, m in modules.items()},
@@ -93,7 +93,7 @@ class Built:
 
 @dataclass(frozen=True)
 class _Config:
-    """A config and its text, which it is known by."""
+    """A config, identified by its text."""
 
     text: str
     config: Any = field(compare=False)
@@ -102,13 +102,13 @@ class _Config:
 @functools.lru_cache(maxsize=32)
 def _built(cls: Callable[[Any], nn.Module], key: _Config) -> Built:
     config = copy.deepcopy(key.config)
-    config._attn_implementation_internal = "eager"  # any other may be refused by the constructor
+    config._attn_implementation_internal = "eager"  # the constructor may refuse other implementations
     with torch.device("meta"):
         return Built.of(cls(config))
 
 
 def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
-    """What the tower's config gives by now, other than `spec`; "" for nothing, or where the tower keeps no config."""
+    """What in the tower's current config differs from `spec`; "" for nothing, or if the tower keeps no config."""
     if "config" not in vars(tower) and family.engine != HUGGING_FACE:
         return ""
     try:
@@ -116,14 +116,14 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         return f"its config: {unnamed(error)}"
     causal = getattr(tower.config, CAUSAL, None)
-    if causal:  # transformers hands it to the forward, where nobody else gives it
+    if causal:  # transformers passes it to the forward, if the caller does not
         return _differs(f"its config's {CAUSAL}", causal, None)
     other = [f.name for f in fields(spec) if getattr(now, f.name) != getattr(spec, f.name)]
     return _differs(f"its config's {other[0]}", getattr(now, other[0]), getattr(spec, other[0])) if other else ""
 
 
 def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
-    """The first parameter that is missing, left over or of another shape or class; "" for none."""
+    """The first parameter that is missing, unexpected, or of another shape or class; "" for none."""
     found = {family.aliases.get(n, n): p for n, p in plain.parameters().items()}
     expected = dict(parameter_shapes(family.names, spec))
     table = f"{family.names.position}.weight"
@@ -142,7 +142,7 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
 
 
 def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], family: Family) -> str:
-    """What is wrong with a parameter that is there; "" for nothing."""
+    """What is wrong with an existing parameter; "" for nothing."""
     if _is_flattened(found):
         return _FLATTENED.format(name)
     if nn.parameter.is_lazy(found):  # it has no shape yet
@@ -155,15 +155,18 @@ def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], fam
 
 
 def _is_flattened(tensor: torch.Tensor) -> bool:
-    """Whether FSDP1 keeps what it holds in a flat parameter: it marks that, and between calls what stands for a
-    parameter; during calls a view stands there."""
+    """Whether FSDP1 keeps the values of `tensor` in a flat parameter, or `tensor` is that parameter.
+
+    FSDP1 marks the flat parameter and, between calls, the tensor in a parameter's place. During calls that tensor is a
+    view of the flat parameter.
+    """
     of = tensor if isinstance(tensor, nn.Parameter) else tensor._base
     return bool(getattr(of, "_fsdp_flattened", False))
 
 
 def _missing(plain: Plain, name: str) -> str:
-    """What became of a parameter that is not there: a wrapper around a module on its path, as those of checkpointing
-    and sharding, or a tensor that is no parameter: a buffer, or what sharding leaves where it joins parameters."""
+    """Why a parameter is missing: a module on its path is wrapped, as for checkpointing or sharding, or the tensor is
+    not a parameter but a buffer, or a plain tensor that sharding leaves when it joins parameters."""
     path, _, last = name.rpartition(".")
     parts = path.split(".")
     for i in range(1, len(parts)):
@@ -171,7 +174,7 @@ def _missing(plain: Plain, name: str) -> str:
         if outer is not None and not isinstance(outer, nn.ModuleList) and parts[i] not in outer._modules:
             return f"{'.'.join(parts[:i])} is {name_of(type(outer))}, expected a module with {parts[i]}"
     module = plain.modules.get(path)
-    if module is not None and module._buffers.get(last) is not None:  # as quantised layers keep theirs
+    if module is not None and module._buffers.get(last) is not None:  # as in quantised layers
         return f"{name} is a buffer, expected a parameter"
     there = None if module is None else vars(module).get(last)
     if isinstance(there, torch.Tensor):
@@ -180,7 +183,7 @@ def _missing(plain: Plain, name: str) -> str:
 
 
 def _wrapped_to_compile(plain: Plain) -> str:
-    """The first inner module that `torch.compile(module)` has put another around."""
+    """The first inner module that `torch.compile(module)` has wrapped in another module."""
     for path, module in plain.modules.items():
         if path and name_of(type(module)) == _COMPILED:
             return f"{path} is {_COMPILED}; {path}.compile(), or torch.compile of the model, leaves the tower fused"
@@ -188,12 +191,12 @@ def _wrapped_to_compile(plain: Plain) -> str:
 
 
 def _is_engines(cls: type, engine: Engine) -> bool:
-    """Whether `cls` is an engine's class of parameters, which knows how to load itself."""
+    """Whether `cls` is a serving engine's parameter class, which has its own way of loading weights."""
     return engine != HUGGING_FACE and issubclass(cls, nn.Parameter) and is_own(cls, engine)
 
 
 def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) -> str:
-    """The first module that is missing, left over, of another class, or has methods of its own."""
+    """The first module that is missing, unexpected, of another class, or has its own `forward`; "" for none."""
     found, own_forward = plain.modules, own_forwards(plain)
     skipped = _fused_patch_embed(found, own_forward)
     for path, cls in built.classes.items():
@@ -215,7 +218,7 @@ def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) 
 
 
 def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
-    """A buffer that is missing, or something registered that an attribute of the instance hides."""
+    """A missing buffer, a registry of another type, or a registered object hidden by an attribute; "" for none."""
     for name in built.buffers[path]:
         if module._buffers.get(name) is None:
             return f"buffer {_dotted(path, name)} is missing"
@@ -229,7 +232,7 @@ def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
 
 
 def _fused_patch_embed(found: Mapping[str, nn.Module], own_forward: Collection[str]) -> tuple[str, ...]:
-    """The path of a patch embedding that transformers has replaced by a linear layer."""
+    """The path of a patch embedding that transformers has replaced by a linear layer; empty if there is none."""
     for path, module in found.items():
         if type(module).__module__ == _FUSED_PATCH_EMBED and path not in own_forward:
             inside = {p: m for p, m in found.items() if p.startswith(f"{path}.")}
@@ -249,7 +252,7 @@ def _wrong_activations(found: Mapping[str, nn.Module], family: Family, spec: Vis
 
 
 def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, tuple[str, str | None]]:
-    """Where activations hang, the class that must be there, and its `approximate` if it is torch's GELU."""
+    """Path of each activation module -> its class name, and its `approximate` if it is torch's GELU."""
     names, activations = family.names, family.engine.activations
     paths = {names.act.format(i): activations[spec.activation] for i in range(spec.depth)}
     if isinstance(names.merger, DownsampleNames):
@@ -261,7 +264,7 @@ def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, tuple[str, 
 
 
 def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpec, code: OwnCode) -> str:
-    """The first attribute that a forward reads and that is not as built."""
+    """The first attribute that a forward reads and that is not as built; "" for none."""
     names = code.names
     numbers = _numbers(family, spec)
     for path, module in plain.modules.items():
@@ -283,7 +286,7 @@ def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpe
 
 
 def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object], engine: Engine) -> str:
-    """The first of a module's attributes that has another value than it must, or an object of another class."""
+    """The first of a module's attributes with a wrong value or an object of the wrong class; "" for none."""
     for name, value in values.items():
         if own.get(name, value) != value:
             return _differs(_dotted(path, name), own[name], value)
@@ -294,7 +297,7 @@ def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object
 
 
 def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, object]]:
-    """What numbers the spec gives must be, by a module's path: a norm's epsilon, a gated MLP's limit."""
+    """A function: module path -> attributes whose value the spec gives: a norm's epsilon, a gated MLP's limit."""
     merger = family.names.merger
     everywhere: dict[str, object] = {"eps": spec.norm_eps, "variance_epsilon": spec.norm_eps}
     everywhere["swiglu_limit"] = spec.glu_limit
@@ -305,10 +308,10 @@ def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, obje
 
 
 def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
-    """An attribute of the tower itself that the spec contradicts."""
+    """An attribute of the tower itself that contradicts the spec; "" for none."""
     for name, of in _OF_SPEC.items():
         got: Any = getattr(tower, name, None)
-        got = list(got) if type(got) in (list, tuple) else got  # a subclass may answer otherwise
+        got = list(got) if type(got) in (list, tuple) else got  # a subclass may compare differently
         if got is not None and (type(got) not in _PLAIN or got != of(spec)):
             return _differs(name, got, of(spec))
     full = getattr(tower, _FULL_ATTENTION, None)
@@ -318,8 +321,10 @@ def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
 
 
 def wrong_buffers(tower: nn.Module, family: Family, spec: VisionSpec, names: Collection[str]) -> str:
-    """The first buffer that a forward reads and that is not expected, or does not hold what it was built with; waits
-    for the GPU."""
+    """The first buffer that a forward reads and that is unexpected or has other content than when built; "" for none.
+
+    Waits for the GPU.
+    """
     engine, buffers = family.engine, dict(tower.named_buffers(remove_duplicate=False))
     given = dict(buffer_shapes(family.names, spec))
     for path, shape in given.items():
@@ -345,7 +350,7 @@ def wrong_buffers(tower: nn.Module, family: Family, spec: VisionSpec, names: Col
 
 
 def _uneven_bounds(buffers: Mapping[str, torch.Tensor], family: Family, spec: VisionSpec) -> str:
-    """The first clipped layer whose input has other bounds than that of a layer beside it: one product runs both."""
+    """The first clipped layer whose input bounds differ from those of a layer that shares its product; "" for none."""
     for layers in (family.names.qkv, family.names.fc1):
         names = [bound_of(name, bound) for name in layers for bound in BOUNDS[:2]]
         found = torch.stack([buffers[name.format(i)] for i in range(spec.depth) for name in names])
@@ -358,17 +363,17 @@ def _uneven_bounds(buffers: Mapping[str, torch.Tensor], family: Family, spec: Vi
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    expected = expected.to(found.device)  # an engine may build its tower under a default device
+    expected = expected.to(found.device)  # serving engines may build towers under a default device
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=tolerance)
 
 
 def dropouts(tower: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose training mode matters."""
+    """Modules with attention dropout, for which training mode matters."""
     return (module for module in tower.modules() if vars(module).get(DROPOUT))
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The patch embedding's convolution as the product that it is."""
+    """The shape of the patch embedding's convolution as a matrix; other shapes are unchanged."""
     return shape if len(shape) != 5 else (shape[0], prod(shape[1:]))
 
 
@@ -377,7 +382,7 @@ def _is_plain_value(value: object) -> bool:
 
 
 def _is_same(got: Any, expected: Any) -> bool:
-    """Equal plain values; functions, methods and partial functions that do the same."""
+    """Whether two values are equal plain values, or methods or partial functions of the same function."""
     if got is expected:
         return True
     if isinstance(expected, functools.partial) and isinstance(got, functools.partial):

@@ -1,8 +1,8 @@
 """Notices when a tower is no longer what its weights were prepared from.
 
-A `Snapshot` holds every registry entry of modules and parameters, every plain attribute that a forward reads, and where
-the code is kept that would run, so that a call compares identities, versions and pointers in a flat loop. What it
-cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
+A `Snapshot` holds every registry entry of modules and parameters, every plain attribute that a forward reads, and the
+slots of the code that would run, so that a call compares identities, versions and pointers in flat loops. Writes that
+leave no trace there (`param.data.copy_`) are left to the fingerprint of the content.
 """
 
 import weakref
@@ -35,7 +35,7 @@ from fusedvit.checks.recorded import (
 )
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
 
-HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own
+HANDLE = "_fusedvit"  # key of the handle in the `__dict__` of a fused tower
 _CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
 _MARKS_FOR_GRADIENTS = Definition(
     "transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
@@ -51,11 +51,11 @@ _wants_gradient = attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class _Code:
-    """Where the code is kept that would run, what is there, its functions and their bodies (code, defaults, keyword
-    defaults), and what decorators wrap.
+    """The code that would run: its slots and their values, functions and their bodies (code, defaults, keyword
+    defaults), and functions that decorators wrap.
 
-    `absent` are names that a class or a module does not have, by its live keys: giving it one would hide
-    what the code finds now. Asking so takes a tenth of the time of looking each up in vain.
+    `absent` holds live key views of classes and modules, and names that they must not have, as such a name would hide
+    what the code finds now. Comparing keys takes a tenth of the time of failing lookups.
     """
 
     owners: tuple[Any, ...]
@@ -68,7 +68,7 @@ class _Code:
 
     @staticmethod
     def of(own: OwnCode, modules: Sequence[nn.Module]) -> "_Code":
-        """`modules`: their classes could have properties by the names of attributes."""
+        """`modules` are checked for properties of their classes that could hide attributes."""
         shadows = {(own_class(type(m)), name) for m in modules for name in _attributes(m) & own.names}
         configs = _configs_of(modules)
         shadows |= {(type(c), name) for c in configs for name in vars(c).keys() & own.names}
@@ -102,38 +102,39 @@ class _Code:
 
 
 def _attributes(module: nn.Module) -> set[str]:
-    """Names of what an instance has: its own attributes, and what is registered."""
+    """Names of an instance's own attributes, and of its registered parameters, buffers and modules."""
     return {*vars(module), *registered(module)}
 
 
 def _configs_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """Configs that modules keep, each once."""
+    """The distinct configs of `modules`."""
     return [*{id(c): c for m in modules if (c := vars(m).get("config")) is not None}.values()]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A tower's modules, parameters and code at one moment. Compared by each call: its loops are C's, not Python's.
+    """A tower's modules, parameters and code at one moment. Each call compares it, so its loops run in C.
 
     Attributes:
-        children: the tower's registries, and every inner module.
-        registries: registries of modules and parameters, and their lengths.
+        children: entries of the tower's registries, and of every inner module.
+        registries: registries of modules, parameters and buffers.
+        lengths: lengths of `registries`.
         orders: registries of modules that run in their order, and that order.
-        instances: `__dict__` of every inner module: a new entry may hide what the class or a registry has by that name.
-        parameters: every parameter that the tower as it stands computes with: none of adapters that are not active.
-        buffers: every buffer that it computes with.
-        classes: the class of each of `classed`, which assigning `__class__` changes.
-        classed: every inner module once, their configs, and accelerate's hooks on them.
-        homes: `__dict__` of each of these.
-        attributes: what a forward reads of modules and of the config.
-        partials: partial functions among the attributes, and what they held: their parts can be set.
-        tower: the class of the tower itself as transformers defines it, and its `__dict__`; it is held weakly.
-        hidden: live keys of the tower's `__dict__`, and names that would hide what it has; it may be given other
-            attributes, by transformers for one.
+        instances: `__dict__` of every inner module, in which a new entry may hide one of the class or of a registry.
+        parameters: every parameter that the tower as it stands computes with; not those of inactive adapters.
+        buffers: every buffer that the tower computes with.
+        classes: the class of each of `classed`, which an assignment to `__class__` changes.
+        classed: every inner module once, the configs of all modules, and accelerate's hooks.
+        homes: `__dict__` of each of `classed`.
+        attributes: attributes of modules and of the config that a forward reads.
+        partials: partial functions among the attributes, and their parts, which can be replaced.
+        tower: a weak reference to the tower, its class as transformers defines it, and its `__dict__`.
+        hidden: live keys of the tower's `__dict__`, and names that they must not have. Other names may be added, for
+            example by transformers.
         empty: registries that held nothing.
-        written: the dictionaries that all of these entries are in, but the empty ones.
-        code: what would run.
-        idle: parameters of adapters that are not active.
+        written: the dictionaries of all these entries, except the empty ones.
+        code: the code that would run.
+        idle: parameters of inactive adapters.
     """
 
     children: Entries
@@ -157,11 +158,11 @@ class Snapshot:
 
     @staticmethod
     def of(tower: nn.Module, own: OwnCode, buffers: Collection[str]) -> "Snapshot":
-        """The tower as it stands.
+        """A snapshot of the tower as it stands.
 
         Args:
-            own: the code that it would run.
-            buffers: names of those that it computes with.
+            own: the code that the tower would run.
+            buffers: names of the buffers that the tower computes with.
         """
         modules = list(tower.modules())
         inner = modules[1:]
@@ -173,7 +174,7 @@ class Snapshot:
         ordered = tuple(m._modules for m in modules if isinstance(m, _CONTAINERS))
         maps = (m for c in configs if isinstance(m := getattr(c, "attribute_map", None), dict))
         attributes = Attributes(_slots_read(tower, modules, own), maps)
-        own_registries = ((vars(tower), name) for name in REGISTRIES)  # of inner modules `Instances` compares them
+        own_registries = ((vars(tower), name) for name in REGISTRIES)  # `Instances` compares those of inner modules
         partials = tuple(value for value in attributes.entries.values if isinstance(value, partial))
         return Snapshot(
             children=Entries.of((*own_registries, *((m._modules, name) for m in modules for name in m._modules))),
@@ -197,29 +198,32 @@ class Snapshot:
         )
 
     def first_parameter(self) -> nn.Parameter | None:
-        """What is registered now where the first parameter was."""
+        """The parameter that is now registered where the first one was."""
         return next((t for t in self.parameters.entries.current() if t is not None), None)
 
     def in_place(self) -> bool:
-        """Every parameter at the address where it was: asked before a kernel reads through addresses of then."""
+        """Whether every parameter is at its old address; checked before a kernel reads through old addresses."""
         return self.parameters.in_place()
 
     def trained(self) -> bool:
-        """Whether a parameter wants a gradient, of whichever adapter: these count where a call asks for gradients."""
+        """Whether a parameter requires a gradient, also one of an inactive adapter: `fallback` counts these too."""
         return self.parameters.wants_gradients() or any(map(_wants_gradient, self.idle))
 
     def renewed(self) -> "Snapshot":
-        """This snapshot with addresses and versions that parameters have now."""
+        """This snapshot with the addresses and versions that parameters have now."""
         return replace(self, parameters=self.parameters.renewed())
 
     def versions(self) -> list[int]:
-        """Versions of those parameters that count one."""
+        """Versions of the parameters that count one."""
         return self.parameters.versions
 
     def unchanged(self) -> bool:
-        """No module added, replaced or removed, none with a `forward` of its own, no hook that would fire, no attribute
-        that a forward reads changed; every tensor the same object with the same dtype, layout and version; no buffer
-        wants a gradient; the code the same. Addresses of parameters are what `in_place` compares."""
+        """Whether the tower is unchanged, apart from addresses of parameters, which `in_place` compares.
+
+        No module was added, replaced or removed or got an own `forward`; no hook would fire; no attribute that a
+        forward reads has changed; every tensor is the same object with the same dtype, layout and version; no buffer
+        requires a gradient; the code is the same.
+        """
         return (
             self._has_its_entries()
             and list(map(tuple, self.orders[0])) == self.orders[1]
@@ -236,8 +240,8 @@ class Snapshot:
         )
 
     def _has_its_entries(self) -> bool:
-        """Whether registries and attributes hold what they held: compared one by one only where somebody has written to
-        one of these dictionaries since they last were."""
+        """Whether registries and attributes hold what they held. Entries are compared one by one only if one of the
+        dictionaries was written to since the last comparison."""
         versions = self.written.now()
         if not all(map(is_, map(vars, self.classed), self.homes)):
             return False
@@ -256,15 +260,15 @@ class Snapshot:
         return unchanged
 
     def _is_of_its_class(self) -> bool:
-        """Whether nobody has given the tower another class, but `fuse` and `unfuse`, or another `__dict__`."""
+        """Whether the tower has its class, apart from changes by `fuse` and `unfuse`, and its `__dict__`."""
         held, cls, attributes = self.tower
         tower = held()
         return tower is None or (own_class(type(tower)) is cls and vars(tower) is attributes)
 
 
 def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) -> Iterator[tuple[dict[str, Any], str]]:
-    """Attributes of modules and of their configs that the code mentions, and where one would shadow a method; training
-    mode where it matters."""
+    """Slots of the attributes of modules and configs that the code mentions, of attributes that shadow a method, and of
+    `training` where it matters."""
     for module in modules:
         attributes = vars(module)
         read = attributes.keys() & own.names - {"training", *REGISTRIES}
@@ -281,7 +285,7 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
 
 
 def hooked(tower: nn.Module) -> str:
-    """The path of an inner module with a hook that would fire; "" if there is none."""
+    """The path of the first inner module with a hook that would fire; "" if there is none."""
     for path, module in tower.named_modules():
         if path and not isinstance(module, _NEVER_CALLED) and any(fires(getattr(module, name)) for name in HOOKS):
             return path
@@ -289,21 +293,21 @@ def hooked(tower: nn.Module) -> str:
 
 
 def fires(hooks: dict[int, Callable[..., Any]]) -> bool:
-    """Whether a hook of this registry is more than transformers' own, idle ones."""
+    """Whether this registry has a hook that is not one of transformers' idle hooks."""
     return not all(map(_is_idle, hooks.values()))
 
 
 def _is_idle(hook: Callable[..., Any]) -> bool:
-    """Whether it captures what nobody asks for, or marks embeddings for gradients (`gradient_checkpointing_enable`)
-    that nobody takes."""
+    """Whether `hook` has no effect: it captures outputs that are not requested, or it marks embeddings for gradients
+    (`gradient_checkpointing_enable`) while gradients are off."""
     function = hook.func if type(hook) is partial else hook
-    if getattr(function, "__module__", None) == _CAPTURING_HOOKS:  # anybody may say so
+    if getattr(function, "__module__", None) == _CAPTURING_HOOKS:  # any function may claim this, so its code is checked
         return isinstance(function, FunctionType) and function.__code__ is _capturing_code(function)
     return not torch.is_grad_enabled() and definition_of(hook) == _MARKS_FOR_GRADIENTS
 
 
 @lru_cache(maxsize=256)
 def _capturing_code(function: FunctionType) -> CodeType | None:
-    """The code of `function`, if it is one of transformers' that capture outputs; asked at each call, hence kept."""
+    """The code of `function`, if it is one of transformers' capturing hooks; cached, as each call needs it."""
     found = definition_of(function)
     return function.__code__ if found is not None and found.module == _CAPTURING_HOOKS else None

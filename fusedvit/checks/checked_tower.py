@@ -1,4 +1,4 @@
-"""A tower that its weights are prepared from: whether it may run fused as it stands, and what it is made of."""
+"""The tower as the source of prepared weights: whether it may run fused as it stands, and what it consists of."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 
 FINGERPRINTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MOST_IN_BUFFERS = 2**16  # numbers that are read to be compared; towers have rotary frequencies, 10 to 40
+MOST_IN_BUFFERS = 2**16  # buffer values that are read to be compared; towers have 10 to 40 rotary frequencies
 
 
 @dataclass
@@ -41,8 +41,9 @@ class CheckedTower:
     """Implements `runtime.weight_cache.Source`.
 
     Attributes:
-        built: the tower as an engine built it; None for Hugging Face's, which is built again to compare with.
-        normalizations: of bytes that the tower is to take: see `prepare_weights.prepare`.
+        built: the tower's structure as a serving engine built it. None for Hugging Face's towers, which are compared
+            with a second tower, built from the same config.
+        normalizations: normalisations of the byte pixels that the tower must take: see `prepare_weights.prepare`.
     """
 
     tower: nn.Module
@@ -61,8 +62,10 @@ class CheckedTower:
             return Reason(fallback.MODIFIED, f"it cannot be judged: {type(error).__name__}: {first_line(error)}")
 
     def is_judged_by_state(self) -> bool:
-        """Whether a snapshot would show whatever decided the last `reason`: not where it came of the config, or of what
-        buffers hold, nor of what is found before the code is read."""
+        """Whether a change of whatever decided the last `reason` would show in a snapshot.
+
+        It would not for reasons in the config or in the content of buffers, or found before the code is read.
+        """
         return self._by_state
 
     def _reason(self) -> Reason | None:
@@ -85,7 +88,7 @@ class CheckedTower:
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 
     def _structure(self) -> Reason | tuple[Plain, Built]:
-        """The tower without adapters, and what it is to be compared with, or why its modules cannot run fused."""
+        """The tower without adapters, and the structure to compare it with; or why its modules cannot run fused."""
         tower, family, spec = self.tower, self.family, self.spec
         path = hooked(tower)
         if path:
@@ -105,13 +108,13 @@ class CheckedTower:
             return Reason(fallback.MODIFIED, wrong)
         try:
             built = self.built or Built.like(tower)
-        except Exception as error:  # whatever a constructor of transformers says of a config that somebody changed
+        except Exception as error:  # a constructor of transformers may raise anything for a changed config
             return Reason(fallback.MODIFIED, f"transformers builds no such tower from its config: {error}")
         wrong = wrong_modules(plain, built, family, spec)
         return Reason(fallback.MODIFIED, wrong) if wrong else (plain, built)
 
     def refusal(self) -> Reason | None:
-        """Why weights could not be prepared of it, though `reason` finds nothing, or None; waits for the GPU."""
+        """Why weights could not be prepared although `reason` finds nothing, or None; waits for the GPU."""
         parameters = self.parameters()
         if next(iter(parameters.values())).dtype != torch.float16:
             return None
@@ -124,24 +127,24 @@ class CheckedTower:
 
     def each_parameter(self) -> Iterator[torch.Tensor]:
         """Every parameter once."""
-        return (p for p in self.tower.parameters() if isinstance(p, torch.Tensor))  # anything may be put there
+        return (p for p in self.tower.parameters() if isinstance(p, torch.Tensor))  # a registry may hold any object
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every parameter by its name, shared ones under each of theirs."""
+        """Every parameter by name; a shared parameter appears under each of its names."""
         named = self.tower.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if isinstance(p, torch.Tensor)}
 
     def read(self) -> list[torch.Tensor]:
-        """What the tower as it stands computes with: parameters, then buffers on their device."""
+        """The tensors that the tower as it stands computes with: parameters, then buffers on their device."""
         device = next(self.tower.parameters()).device
         buffers = [b for b in self._buffers_read().values() if b.device == device and b.numel()]
         return [*self._parameters_read().values(), *buffers]
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
-        """Weights from `parameters`, in the memory of `reuse` where that fits.
+        """Weights from `parameters`, in the memory of `reuse` if they fit.
 
         Raises:
-            BeyondFp16: there is one that fp16 cannot hold.
+            BeyondFp16: fp16 cannot hold a prepared value.
         """
         plain, products = Plain.of(self.tower), Products()
         buffers = dict(self.tower.named_buffers(remove_duplicate=False))
@@ -172,17 +175,17 @@ class CheckedTower:
         return Snapshot.of(self.tower, self._own_code(), self._buffer_names())
 
     def ingredients(self) -> tuple[object, list[int | None]] | None:
-        """What `prepare` reads beside the content of parameters and which these are, equal where it would give the same
-        weights of the same content; and their versions, None for one that counts none. None for all of it where that
-        cannot be told.
+        """(What `prepare` reads apart from the content of parameters, the version of each parameter).
 
-        Whoever compares two of these keeps the parameters alive: they are told apart by `id`.
+        The first part also identifies the parameters. It is equal if `prepare` would give the same weights from the
+        same content. A version is None for a parameter that counts none. The result is None if buffers are too large to
+        be compared. Parameters are identified by `id`, so they must be kept alive while results are compared.
         """
         parameters, adapters = self._parameters_read(), Plain.of(self.tower).layers
         buffers = self._buffers_read()
         if sum(b.numel() for b in buffers.values()) > MOST_IN_BUFFERS:
             return None
-        values = [None if b.is_meta else b.tolist() for b in buffers.values()]  # other objects in a moved tower
+        values = [None if b.is_meta else b.tolist() for b in buffers.values()]  # by value: moving a tower replaces them
         folded_in = [(path, n, layer.scaling[n]) for path, layer in adapters.items() for n in active_adapters(layer)]
         kinds = [(b.dtype, b.device) for b in buffers.values()]
         named = [(name, id(p)) for name, p in parameters.items()]
@@ -190,7 +193,7 @@ class CheckedTower:
         return rest, list(map(version_of, parameters.values()))
 
     def _parameters_read(self) -> dict[str, torch.Tensor]:
-        """Parameters as `parameters` has them, but those of adapters that are not active."""
+        """The parameters of `parameters` except those of inactive adapters."""
         found = (
             (f"{path}.{n}" if path else n, p) for path, m in modules_read(self.tower) for n, p in m._parameters.items()
         )
@@ -201,7 +204,7 @@ class CheckedTower:
         return {path: buffer for path, buffer in found if path.rpartition(".")[2] in names}
 
     def _buffer_names(self) -> frozenset[str]:
-        """Names that the code mentions, and those of buffers that the records know; others nobody reads."""
+        """Names that the code mentions, and names of buffers in the family's and engine's records."""
         given = (path.rpartition(".")[2] for path, _ in buffer_shapes(self.family.names, self.spec))
         return self._own_code().names.union(self.family.engine.buffers, given)
 
@@ -212,7 +215,7 @@ class CheckedTower:
 
 
 def _offloaded(plain: Plain) -> str:
-    """The first parameter without memory, and whether accelerate brings it in; "" if there is none."""
+    """The first parameter on the meta device, and whether accelerate offloads it; "" if there is none."""
     name = _first(plain.parameters(), lambda p: getattr(p, "is_meta", False))
     by_accelerate = name and hooks_of(plain.modules[name.rpartition(".")[0]])
     return f"{name}, which accelerate offloads" if by_accelerate else name

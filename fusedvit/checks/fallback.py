@@ -1,4 +1,4 @@
-"""Why a call takes the original code: the names counted in `stats()`, and the checks that need only the call."""
+"""Reasons why a call takes the original code: their names in `stats()`, and the checks that need only the call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -72,27 +72,27 @@ ADVICE = {
     BEYOND_FP16: "what is prepared of weights takes a wider range: load the tower in bfloat16 or float32",
 }
 
-_global = vars(torch.nn.modules.module)  # where hooks for every module of the process are registered
+_global = vars(torch.nn.modules.module)  # holds the hooks that apply to every module of the process
 _AUTOCASTING = ("cuda", "cpu")
 
 
 def message(tower: str, reason: Reason, state: str = "runs its original code") -> str:
-    """The one text of a reason, for warnings, errors and reports.
+    """The text of a reason, the same in warnings, errors and reports.
 
     Args:
         tower: the name of the tower's class.
-        state: what follows from the reason.
+        state: the consequence of the reason.
     """
     return f"fusedvit: {tower} {state}: {with_advice(reason)}"
 
 
 def with_advice(reason: Reason) -> str:
-    """A reason and what to do about it, as messages and reports put it."""
+    """A reason and what to do about it, for messages and reports."""
     return f"{reason} ({ADVICE[reason.kind]})"
 
 
 def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra: Mapping[str, Any]) -> Reason | None:
-    """The first reason in the call itself, or None."""
+    """The first reason to fall back that the call's arguments and context give, or None."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return Reason(COMPILING)
     reason = _reason_of_arguments(module, extra)
@@ -134,7 +134,8 @@ def _reason_of_arguments(module: torch.nn.Module, extra: Mapping[str, Any]) -> R
 
 
 def _reason_of_autocast(module: torch.nn.Module) -> Reason | None:
-    """Under autocast in the tower's own dtype Hugging Face's tower computes what it does without, norms in fp32."""
+    """A reason to fall back under autocast. Autocast to the tower's own dtype is none: it only computes norms in fp32,
+    unless a norm gives the output, which autocast leaves in fp32."""
     parameter = next(module.parameters(), None)
     device = "" if parameter is None else parameter.device.type
     if parameter is None or device not in _AUTOCASTING or not torch.is_autocast_enabled(device):

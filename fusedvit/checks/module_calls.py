@@ -1,7 +1,7 @@
-"""What calling a module runs before it comes to `forward`: torch's own functions, and what instances have instead.
+"""Checks the functions that run when a module is called, before `forward`: torch's own, or replacements on instances.
 
-`module.compile()` leaves a function on the instance that compiles the module's call. As torch makes it, for torch's own
-compiler, it computes what the module does; a backend that somebody else wrote may compute anything.
+`module.compile()` stores a function on the instance that compiles the module's call. If torch created it for its own
+compiler, it computes what the module computes; a third-party backend may compute anything.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from torch import nn
 
 from fusedvit.checks.source_code import Definition, definition_of
 
-COMPILED = "_compiled_call_impl"  # called instead of all else, unless it is None
+COMPILED = "_compiled_call_impl"  # if it is not None, `__call__` runs nothing else
 CALL = ("__call__", "_call_impl", "_wrapped_call_impl", COMPILED)
-OF_INSTANCES = frozenset({*CALL[1:], "_slow_forward"})  # Python finds `__call__` on the class alone
+OF_INSTANCES = frozenset({*CALL[1:], "_slow_forward"})  # without `__call__`, which Python finds on the class only
 _WRAPPER = Definition("torch._dynamo.eval_frame", "_TorchDynamoContext.__call__.<locals>.compile_wrapper")
-_PLAIN = (int, float, str, type(None))  # an option may be a pass over the graph as well
+_PLAIN = (int, float, str, type(None))  # other options, such as passes over the graph, may change what is computed
 
 
 def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
-    """What `module`, an inner one, runs when called that neither its class nor torch's compiler gave it."""
+    """Functions that run when `module`, an inner one, is called and that are neither its class's nor torch's."""
     for name in sorted(vars(module).keys() & OF_INSTANCES):
         value = vars(module)[name]
         if name != COMPILED:
@@ -31,13 +31,13 @@ def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where an instance keeps its compiled call, for change detection."""
+    """The slot of an instance's compiled call, for change detection."""
     if COMPILED in vars(module):
         yield vars(module), COMPILED
 
 
 def _is_call_of(value: object, module: nn.Module) -> bool:
-    """Whether it is torch's own call, bound to `module`: what compiling leaves where it is switched off."""
+    """Whether `value` is torch's own call bound to `module`, which `compile()` leaves if compilation is disabled."""
     return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is nn.Module._call_impl
 
 
@@ -48,7 +48,7 @@ def _is_compiled_by_torch(value: object, module: nn.Module) -> bool:
         cells = (cell.cell_contents for cell in value.__closure__ or ())
         held: dict[str, Any] = dict(zip(value.__code__.co_freevars, cells, strict=True))
         backend = _innermost(held["callback"])
-    except (ValueError, KeyError, AttributeError):  # another release of torch keeps other things there
+    except (ValueError, KeyError, AttributeError):  # another release of torch has other closure variables
         return False
     options = getattr(backend, "config", {})
     ours = type(backend) is getattr(torch, "_TorchCompileInductorWrapper", None)
@@ -56,7 +56,7 @@ def _is_compiled_by_torch(value: object, module: nn.Module) -> bool:
 
 
 def _innermost(callback: Any) -> Any:
-    """The backend that Dynamo's callbacks lead to, each around the next."""
+    """The backend inside Dynamo's nested callbacks."""
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     return callback

@@ -1,6 +1,6 @@
-"""What a snapshot of a tower records, and how it is compared: entries of dictionaries, attributes of modules, tensors.
+"""The parts of a tower's snapshot and their comparison: entries of dictionaries, attributes of modules, tensors.
 
-A call compares some thousand of these, so each loop here is C's.
+A call compares thousands of entries, so each loop here runs in C.
 """
 
 import functools
@@ -18,11 +18,11 @@ from fusedvit.checks import module_calls
 
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # set on an instance, these hide its class's
+HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # set on an instance, these hide its class's methods
 KEYS: Any = type({}.keys())
 _version_of_dictionary: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, torch.device, torch.Size})
-_plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
+_plainly: Any = torch._C.DisableTorchFunctionSubclass  # else engines' parameters run Python code for each attribute
 _shape_of, _version_of, _wants_gradient = map(attrgetter, ("shape", "_version", "requires_grad"))
 _LAYOUT: tuple[Callable[[torch.Tensor], Any], ...] = (
     type,
@@ -35,7 +35,7 @@ _LAYOUT: tuple[Callable[[torch.Tensor], Any], ...] = (
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of dictionaries (a module's `_modules`, `_parameters`, `__dict__`): each value, and where it is kept."""
+    """Entries of dictionaries (a module's `_modules`, `_parameters`, `__dict__`): each value and its slot."""
 
     registries: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Entries:
         return Entries(registries, names, tuple(map(dict.get, registries, names)))
 
     def current(self) -> Iterator[Any]:
-        """What is registered there now; None for nothing."""
+        """The values that are in the slots now; None for an empty slot."""
         return map(dict.get, self.registries, self.names)
 
     def unchanged(self) -> bool:
@@ -56,17 +56,17 @@ class Entries:
 
 
 class Attributes:
-    """What a forward reads of modules and of the config: each value by identity, and what containers among them hold.
+    """Attributes of modules and of the config that a forward reads: values by identity, and the content of containers.
 
-    A plain value in place of an equal one of the same type changes nothing: PEFT makes another list of the same names
-    whenever an adapter is chosen. From then on the new one is compared.
+    Replacing a plain value by an equal one of the same type is no change: PEFT creates a new list of the same names
+    whenever an adapter is chosen. The new value is compared from then on.
 
     Attributes:
-        entries: where they are kept, and what was there.
+        entries: the slots and values of the attributes.
     """
 
     def __init__(self, found: Iterable[tuple[dict[str, Any], str]], others: Iterable[dict[str, Any]] = ()) -> None:
-        """`others`: dictionaries that are kept elsewhere, of which only what they hold is compared."""
+        """`others`: further dictionaries of which only the content is compared."""
         self.entries = Entries.of(found)
         self._others = tuple(others)
         self._holding = [i for i, value in enumerate(self.entries.values) if isinstance(value, list | dict | set)]
@@ -77,16 +77,19 @@ class Attributes:
         return [*map(values.__getitem__, self._holding), *self._others]
 
     def hold_the_same(self) -> bool:
-        """Whether containers hold what they held."""
+        """Whether the containers have the same content as before."""
         return self._containers == self._held
 
     def unchanged(self) -> bool:
-        """Whether each is there, or its equal; what containers hold that stayed is left to `hold_the_same`."""
+        """Whether each value is the same object or was replaced by an equal one.
+
+        The content of containers that were not replaced is left to `hold_the_same`.
+        """
         return self.entries.unchanged() or self._replaced_by_equals()
 
     def _replaced_by_equals(self) -> bool:
         before, now = self.entries.values, tuple(self.entries.current())
-        held = dict(zip(self._holding, self._held, strict=False))  # who replaces a container may have changed it
+        held = dict(zip(self._holding, self._held, strict=False))  # a replaced container may have been changed before
         for i in compress(count(), map(is_not, before, now)):
             if content_of(held.get(i, before[i])) != content_of(now[i]):
                 return False
@@ -96,7 +99,7 @@ class Attributes:
 
 
 def content_of(value: Any) -> object:
-    """What is the same for equal plain values, and for containers of such, of one type."""
+    """A key that is equal for equal plain values of one type, and for containers of one type with equal content."""
     kind = type(value)
     if kind in (dict, OrderedDict):
         return kind, [(_identity_of(key), _identity_of(held)) for key, held in value.items()]
@@ -108,19 +111,20 @@ def content_of(value: Any) -> object:
 
 
 def _identity_of(value: object) -> object:
-    """Text tells plain values apart as `==` does not: 1 from True, 0.0 from -0.0; and NaN is itself."""
+    """A key for one value: its text if it is plain, which unlike `==` tells 1 from True and 0.0 from -0.0, and is equal
+    for NaN."""
     kind = type(value)
     return (kind, repr(value)) if kind in _PLAIN else id(value)
 
 
 class Written:
-    """Whether anybody has written to dictionaries, by the versions that PyTorch's compiler has of them.
+    """Detects writes to dictionaries by the version numbers that PyTorch's compiler reads from them.
 
-    A version counts every write, by whatever way, so what was found once of the content holds as long as it stays: one
-    question a dictionary, in place of one for each of its entries.
+    Every write, in whatever way, changes a dictionary's version. As long as it stays, the content need not be compared
+    again: one check per dictionary instead of one per entry.
 
     Attributes:
-        versions: when the content was last found right; None where there are none.
+        versions: the versions when the content was last found unchanged; None if versions are not available.
     """
 
     def __init__(self, dictionaries: Iterable[dict[str, Any]]) -> None:
@@ -128,13 +132,13 @@ class Written:
         self.versions = self.now()
 
     def now(self) -> list[int] | None:
-        """The versions as they are, to be asked before the content is."""
+        """The current versions; to be read before the content."""
         return list(map(_version_of_dictionary, self._dictionaries)) if _versions_work() else None
 
 
 @functools.cache
 def _versions_work() -> bool:
-    """Whether PyTorch's versions, which are no part of its public interface, count each way to write."""
+    """Whether PyTorch's dictionary versions, which are not a public interface, count each way to write."""
     module = nn.Module()
     own = vars(module)
     ways: tuple[Callable[[], object], ...] = (
@@ -163,14 +167,14 @@ def _versions_work() -> bool:
 
 @dataclass(frozen=True)
 class Instances:
-    """What modules have of their own: their registries, and no attribute that hides what these or the class have.
+    """The instance dictionaries of modules: their registries, and the absence of attributes that would hide others.
 
     Attributes:
-        live: `__dict__` of each.
-        lengths: how many entries each had.
-        registries: of modules, parameters, buffers and hooks, in these.
-        hidden: live keys, and names that would hide what the module has now.
-        hooks: registries of hooks that would fire. Backward hooks never do: a call with gradients falls back.
+        live: `__dict__` of each module.
+        lengths: how many entries each `__dict__` had.
+        registries: the registries of modules, parameters, buffers and hooks in `live`.
+        hidden: live keys, and names that they must not have, as these would hide registered objects or methods.
+        hooks: registries of hooks that would fire. Backward hooks never do, as a call with gradients falls back.
     """
 
     live: tuple[dict[str, Any], ...]
@@ -181,7 +185,7 @@ class Instances:
 
     @staticmethod
     def of(modules: Sequence[nn.Module], called: Iterable[nn.Module]) -> "Instances":
-        """`called`: those whose hooks would fire."""
+        """`called`: the modules whose hooks would fire."""
         live = tuple(map(vars, modules))
         hidden = tuple(frozenset(registered(m) | HIDING - vars(m).keys()) for m in modules)
         return Instances(
@@ -193,7 +197,7 @@ class Instances:
         )
 
     def unchanged(self) -> bool:
-        """What hooks are there is not compared."""
+        """Whether the dictionaries are unchanged; the content of registries of hooks is not compared."""
         return (
             list(map(len, self.live)) == self.lengths
             and self.registries.unchanged()
@@ -202,16 +206,16 @@ class Instances:
 
 
 def registered(module: nn.Module) -> set[str]:
-    """Names of its parameters, buffers and modules."""
+    """Names of the parameters, buffers and modules that are registered in `module`."""
     return {*module._parameters, *module._buffers, *module._modules}
 
 
 class Layouts:
     """Class, dtype, shape and strides of tensors, and whether they hold negated values.
 
-    The guards that PyTorch has for compiled code compare all of that in one call: of 351 parameters in 20 us instead of
-    125. They compare more (`requires_grad`, inference mode, autocast), so there is one for each state that calls run
-    in, and where it sees a difference the facts themselves are compared.
+    PyTorch's guards for compiled code compare all of these in one call: 20 us instead of 125 for 351 parameters. They
+    compare more (`requires_grad`, inference mode, autocast), so there is one guard for each state that calls run in,
+    and if a guard sees a difference, the properties are compared one by one.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -224,7 +228,7 @@ class Layouts:
         guard = self._guards.get(state)
         if guard is not None and guard.check(*self._tensors):
             return True
-        guard = _guard_of(self._tensors) if _guards_work() else None  # of what is compared next
+        guard = _guard_of(self._tensors) if _guards_work() else None  # built before the comparison that justifies it
         if _facts(self._tensors) != self._facts:
             return False
         self._guards[state] = guard
@@ -243,7 +247,7 @@ def _guard_of(tensors: Sequence[torch.Tensor]) -> Any:
 
 @functools.cache
 def _guards_work() -> bool:
-    """Whether PyTorch's guards, which are no part of its public interface, notice each fact of `_LAYOUT`."""
+    """Whether PyTorch's guards, which are not a public interface, notice a change of each property in `_LAYOUT`."""
     plain = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
     others = plain.double(), plain.t(), plain.view(1, 4), plain._neg_view(), nn.Parameter(plain, requires_grad=False)
     try:
@@ -257,8 +261,8 @@ def _guards_work() -> bool:
 class Tensors:
     """Parameters or buffers, and the address, layout and version of each.
 
-    Assigning `p.data` or `p.__class__` counts no version, hence layouts. `versions` are of `counted`: those that were
-    not made in inference mode, and keep their counter whatever `p.data` becomes.
+    Layouts are compared because assigning `p.data` or `p.__class__` counts no version. `versions` belong to `counted`,
+    the tensors that were not created in inference mode; they keep their counter whatever is assigned to `p.data`.
     """
 
     entries: Entries
@@ -270,7 +274,7 @@ class Tensors:
 
     @staticmethod
     def of(found: Iterable[tuple[dict[str, Any], str]]) -> "Tensors":
-        """Those of entries of registries."""
+        """The tensors in the given slots of registries."""
         entries = Entries.of(found)
         present = tuple(t for t in entries.values if t is not None)
         counted = [t for t in present if version_of(t) is not None]
@@ -279,7 +283,7 @@ class Tensors:
         return Tensors(entries, present, _addresses(present), layouts, counted, [t._version for t in counted])
 
     def renewed(self) -> "Tensors":
-        """The same, with the addresses and versions that they have now."""
+        """The same tensors with their current addresses and versions."""
         with _plainly():
             versions = list(map(_version_of, self.counted))
         return replace(self, pointers=_addresses(self.present), versions=versions)
@@ -288,7 +292,7 @@ class Tensors:
         return _addresses(self.present) == self.pointers
 
     def unchanged(self) -> bool:
-        """Their addresses are left to `in_place`, and where they are registered to `entries`."""
+        """Whether layouts and versions are unchanged; `in_place` compares addresses, `entries` registrations."""
         with _plainly():
             return self.layouts.unchanged() and list(map(_version_of, self.counted)) == self.versions
 
@@ -303,7 +307,7 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """The version of its content; None for one that was made in inference mode, whatever its `data` has become."""
+    """The version of a tensor's content; None for a tensor created in inference mode, whatever its `data` is now."""
     try:
         return tensor._version
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""What the source file of a module defines: the code objects that its functions had when they were defined.
+"""The functions and classes that a module's source file defines, by their code objects.
 
-A function that was replaced since has other code, or code of another module, whatever names it bears. Sources are read
-from the byte code that Python keeps beside them, once per module.
+A function that has been replaced has other code, or code of another module, whatever its name is. Code objects come
+from the bytecode that Python caches for a source file, and are read once per module.
 """
 
 import ast
@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-_LONGEST_HEADER = 120  # lines of decorators and parameters
+_LONGEST_HEADER = 120  # most lines of a function's decorators and parameters
 _NEWLOCALS = 0x2  # `CO_NEWLOCALS`: set on functions, not on class bodies or modules
 
 
@@ -25,7 +25,7 @@ class Definition(NamedTuple):
 
 
 def definition_of(value: object) -> Definition | None:
-    """Where the source of its module defines the function `value`; None if no source does, or it is no function."""
+    """Where the module's source defines the function `value`; None if no source does, or `value` is not a function."""
     if not isinstance(value, FunctionType):
         return None
     name = value.__globals__.get("__name__")
@@ -39,7 +39,7 @@ def definition_of(value: object) -> Definition | None:
 
 
 def _has_its_defaults(function: FunctionType) -> bool:
-    """Whether parameters have the defaults that the source gives them, as far as these are literals."""
+    """Whether a function's parameters have the defaults of its source; only literals are compared."""
     header = _header(function.__globals__["__name__"], function.__code__.co_firstlineno)
     if header is None:
         return True
@@ -54,7 +54,7 @@ def _has_its_defaults(function: FunctionType) -> bool:
 
 
 def _is_value_of(node: ast.expr, value: object) -> bool:
-    """Whether an expression of the source can have given `value`; one that is no literal can have given any."""
+    """Whether an expression in the source may evaluate to `value`; anything but a literal may."""
     try:
         literal = ast.literal_eval(node)
     except ValueError:
@@ -63,8 +63,7 @@ def _is_value_of(node: ast.expr, value: object) -> bool:
 
 
 def decorators_of(code: CodeType, module: str) -> frozenset[str] | None:
-    """Names that the decorators mention which the source puts around the function of `code`; None where it is not
-    known."""
+    """Names in the source's decorators of the function of `code`; None if the source is not known."""
     header = _header(module, code.co_firstlineno)
     if header is None:
         return None
@@ -78,8 +77,7 @@ def decorators_of(code: CodeType, module: str) -> frozenset[str] | None:
 
 @lru_cache(maxsize=4096)
 def _header(module: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """A function's definition without its body: decorators and parameters; None where there is no text of it, or it
-    is a lambda."""
+    """A function's decorators and parameters, without its body; None if there is no source text, or for a lambda."""
     lines = _text_of(module)[line - 1 :]
     for end in range(1, min(len(lines), _LONGEST_HEADER) + 1):
         if ":" not in lines[end - 1]:
@@ -114,20 +112,20 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def optional_in(code: CodeType) -> set[str]:
-    """Names of attributes that `code` may give to `getattr` or `hasattr`: its strings, where it calls one of them."""
+    """Names of attributes that `code` may pass to `getattr` or `hasattr`: all its strings, if it calls one of them."""
     asking = (part for part in parts_of(code) if {"getattr", "hasattr"} & {*part.co_names})
     return {c for part in asking for c in part.co_consts if isinstance(c, str) and c.isidentifier()}
 
 
 def wrapped_by(function: FunctionType) -> FunctionType | None:
-    """The function that a decorator's wrapper calls: what it says it wraps, if it holds that indeed."""
+    """The function that a decorator's wrapper calls: its `__wrapped__`, if its closure holds that too; else None."""
     inner = getattr(function, "__wrapped__", None)
     held = any(cell.cell_contents is inner for cell in cells_of(function))
     return inner if isinstance(inner, FunctionType) and held else None
 
 
 def cells_of(function: FunctionType) -> list[CellType]:
-    """Where a closure keeps functions, as decorators' wrappers keep what they call."""
+    """The closure cells that hold functions, as in decorators' wrappers."""
     return [cell for cell in function.__closure__ or () if _holds_function(cell)]
 
 
@@ -139,7 +137,7 @@ def _holds_function(cell: CellType) -> bool:
 
 
 def parts_of(code: CodeType) -> Iterator[CodeType]:
-    """`code` and that of the functions within it."""
+    """`code` and the code of the functions within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -162,7 +160,7 @@ def _paths(module: str) -> frozenset[str]:
 
 
 def code_of(module: ModuleType) -> CodeType | None:
-    """What the source of `module` is compiled to; None if there is none."""
+    """The code object of the source of `module`; None if there is none."""
     loader: Any = getattr(module, "__loader__", None)
     try:
         code = loader.get_code(module.__name__)

@@ -1,7 +1,7 @@
-"""Whether somebody looks at a call's operations themselves: they see Hugging Face's, not a launch.
+"""Detects code that observes a call's torch operations: such a call must run Hugging Face's code, not kernels.
 
-`torch.func` wraps values in tensors of plain type, forward-mode AD adds tangents to them, and a dispatch or function
-mode gets to see every operation, as a class of tensors does where it comes in. None of that reaches a kernel.
+`torch.func` wraps values in tensors of plain type, forward-mode AD adds tangents to them, a dispatch or function mode
+sees every operation, and a tensor subclass sees the operations on it. None of these reaches inside a kernel.
 """
 
 import torch
@@ -16,13 +16,13 @@ _no_function = torch.nn.Parameter.__torch_function__
 
 
 def active(pixels: object, grid: object = None) -> Reason | None:
-    """The transform that a call with `pixels` and `grid` runs under, or None; questions of torch's own, 0.1 us."""
+    """The transform that a call with `pixels` and `grid` runs under, or None; each of torch's checks takes 0.1 us."""
     if torch._C._are_functorch_transforms_active():
         return Reason(TRANSFORM, "torch.func (vmap, grad, jvp, …)")
     if forward_ad._current_level >= 0:
         return Reason(TRANSFORM, "forward-mode AD")
     if torch._C._len_torch_dispatch_stack():
-        if torch.compiler.is_compiling():  # an export that is not strict
+        if torch.compiler.is_compiling():  # a non-strict export
             return Reason(COMPILING)
         mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
         return Reason(TRANSFORM, f"the dispatch mode {type(mode).__name__}")

@@ -16,7 +16,7 @@ GATED = {"silu": "swiglu"}
 # transformers' fusion_config={"patch_embeddings": True} replaces the patch embedding's convolution by a linear layer
 LINEAR_PATCH_EMBED = {f"patch_embed.linear_proj.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
 
-NAMES = WeightNames(  # Qwen2-VL's; most families have other names for few of these
+NAMES = WeightNames(  # Qwen2-VL's; most families change only a few of them
     patch="patch_embed.proj",
     norm1="blocks.{}.norm1",
     qkv=("blocks.{}.attn.qkv",),
@@ -33,7 +33,7 @@ GATED_NAMES = replace(
     fc2="blocks.{}.mlp.down_proj",
     act="blocks.{}.mlp.act_fn",
 )
-_CONFIG = {  # field of a spec -> what a config of Qwen's calls it
+_CONFIG = {  # field of `VisionSpec` -> its name in a Qwen config
     "depth": "depth",
     "hidden_size": "hidden_size",
     "num_heads": "num_heads",
@@ -55,15 +55,15 @@ class Family:
         class_names: names of its tower classes in transformers.
         spec_from_config: a tower's `config` -> its spec; raises ValueError for a config that no such tower can have.
         names: the towers' parameter names.
-        output_class: class name of the towers' output record, in the module of the tower class; of several the one
-            that the tower's `forward` names.
+        output_class: class name of the towers' output record, in the module of the tower class; if several are given,
+            the one that the tower's `forward` mentions.
         has_deepstack: the output record has `deepstack_features`.
-        call: makes the fused `forward(tower, pixels, grid, **others)` one with the argument names of these towers; None
-            where their first two are pixels, by whatever name, and `grid_thw`.
+        call: wraps the fused `forward(tower, pixels, grid, **others)` in a function with the argument names of these
+            towers; None if their first two arguments are pixels, under any name, and `grid_thw`.
         also_in: `model_type`s of transformers that contain one of these towers and define no tower class.
         aliases: other parameter name -> name in `names`, for loading options that rename parameters.
-        engine: whose towers they are. An engine's dialect of a family is the family's record with this and `names`
-            replaced.
+        engine: the library that builds the towers. For a serving engine, a family's record is copied with `engine` and
+            `names` replaced.
     """
 
     name: str
@@ -78,24 +78,24 @@ class Family:
     engine: Engine = HUGGING_FACE
 
     def source(self, parameters: Mapping[str, torch.Tensor]) -> TensorSource:
-        """A lookup `name -> tensor` over `parameters`, by the names in `names`."""
+        """A lookup `name -> tensor` in `parameters`, for the names in `names`."""
         renamed = {self.aliases.get(name, name): tensor for name, tensor in parameters.items()}
         return renamed.__getitem__
 
 
 def rope_theta_of(config: Any) -> float:
-    """The rotary base of a config; 10000 where it gives none."""
+    """The rotary base of a config; 10000 if it gives none."""
     return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
 
 
 def spec_with(config: Any, activations: Mapping[str, str], **own: Any) -> VisionSpec:
-    """The spec of a tower whose config has Qwen's names: what `own` gives, else what the config says.
+    """The spec of a tower whose config has Qwen's names; fields in `own` override those of the config.
 
     Args:
         activations: a config's `hidden_act` -> `VisionSpec.activation`.
 
     Raises:
-        ValueError: another activation.
+        ValueError: the config's `hidden_act` is not in `activations`.
     """
     if config.hidden_act not in activations:
         raise ValueError(f"hidden_act must be one of {sorted(activations)}, got {config.hidden_act!r}")

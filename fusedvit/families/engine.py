@@ -1,8 +1,7 @@
-"""Whose code a tower runs: Hugging Face's, or a serving engine's, which builds towers of its own from the same weights.
+"""The libraries whose code a tower may run: Hugging Face's, or a serving engine's, which builds its own towers.
 
-A family's record says what is computed and how parameters are called; an `Engine` says what that looks like in modules:
-which packages define the code, which classes and values stand for what the record means. `checks` judges every tower
-by both.
+A family's record says what is computed and what parameters are named. An `Engine` says how modules express that: which
+packages define the code, and which classes and values correspond to the record. `checks` judges every tower by both.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,28 +15,28 @@ Expected = Callable[[VisionSpec, tuple[int, ...]], torch.Tensor]
 
 
 def rotary_table(spec: VisionSpec, shape: tuple[int, ...]) -> torch.Tensor:
-    """What the engines' `cos_sin_cache` holds: cosines, then sines, of `shape[0]` positions times the frequencies."""
+    """The content of the engines' `cos_sin_cache`: cosines, then sines, of `shape[0]` positions times frequencies."""
     angles = torch.outer(torch.arange(shape[0], dtype=torch.float32, device="cpu"), rope_frequencies(spec))
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Who defines a tower's code, and what of it a record cannot know.
+    """A library that defines towers' code, with the details of that code that a family's record does not know.
 
     Attributes:
-        name: as messages put it.
+        name: its name in messages.
         towers: prefixes of the modules that define tower classes.
-        packages: prefixes of the modules whose sources define what a tower runs, beside torch's.
-        decorators: prefixes of modules whose decorators leave a function or class as it is.
+        packages: prefixes of the modules, apart from torch's, whose sources define what a tower runs.
+        decorators: prefixes of modules whose decorators do not change what a function or class computes.
         activations: `VisionSpec.activation` -> class name, and its `approximate` if it is torch's GELU.
-        libraries: prefixes of modules whose functions are taken as they are, if their source defines them.
-        renamed: names under which the code calls functions -> what their source calls them, where that differs.
-        values: attributes that must have this value wherever a module has them.
-        objects: attributes that hold an object which computes: the only classes that it may have.
-        buffers: buffers that a forward reads, by name: what they must hold.
-        tolerance: largest difference of a buffer's values, relative to 1.
-        outside: paths of modules that the engine's adapter stands for, which the fused encoder does not replace.
+        libraries: prefixes of modules whose functions are trusted if the module's source defines them.
+        renamed: name under which the code calls a function -> its name in its source, where they differ.
+        values: attribute -> the value that it must have in any module that has the attribute.
+        objects: attribute that holds a computing object -> the only classes that the object may have.
+        buffers: name of a buffer that a forward reads -> the content that the buffer must have.
+        tolerance: largest absolute difference allowed for a buffer's values.
+        outside: paths of modules that the engine's adapter runs, as the fused encoder does not replace them.
         position_rows: rows of the position table are padded to a multiple of this.
     """
 

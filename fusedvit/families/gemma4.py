@@ -1,7 +1,7 @@
-"""Gemma 4: padded images with positions, norms before and behind attention and MLP, pooled tokens instead of a merger.
+"""Gemma 4: padded images with positions, norms before and after attention and MLP, pooled tokens instead of a merger.
 
-The 31B and 26B-A4B have one tower, which standardises its tokens; E4B and E2B a smaller one, whose linear layers are
-clipped. DiffusionGemma and EmbeddingGemma 2 hold the same class.
+The 31B and the 26B-A4B share one tower, which standardises its tokens. E4B and E2B share a smaller one, whose linear
+layers are clipped. DiffusionGemma and EmbeddingGemma 2 contain the same class.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def spec_from_config(config: Any) -> VisionSpec:
     """The spec of a `Gemma4VisionConfig`.
 
     Raises:
-        ValueError: another activation, tokens that are not pooled, another rotary embedding, biases in attention.
+        ValueError: the config has another activation, does not pool tokens, or has another rotary embedding.
     """
     if config.hidden_activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_activation must be one of {sorted(_ACTIVATIONS)}, got {config.hidden_activation!r}")
@@ -76,7 +76,7 @@ def spec_from_config(config: Any) -> VisionSpec:
 
 
 def with_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` by the names of Gemma 4's arguments."""
+    """`forward` with the argument names of Gemma 4's tower."""
 
     def call(self: Any, pixel_values: Any, pixel_position_ids: Any, **kwargs: Any) -> Any:
         return forward(self, pixel_values, pixel_position_ids, **kwargs)

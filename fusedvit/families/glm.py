@@ -1,7 +1,7 @@
 """GLM-4.1V to GLM-5.3: RMSNorm, SwiGLU, a merger that downsamples by a convolution.
 
 GLM-4.1V, 4.5V and 4.6V normalise embedded patches and add a bicubic position table; their linear layers have no biases.
-GLM-OCR and GLM-5.3 have rotary positions only and normalise q and k. GLM-5.3 clamps both SwiGLUs.
+GLM-OCR and GLM-5.3 have only rotary positions, and normalise q and k. GLM-5.3 clamps the SwiGLUs of blocks and merger.
 """
 
 from dataclasses import replace
@@ -43,10 +43,10 @@ def _spec(config: Any, intermediate_size: int, merger_size: int) -> VisionSpec:
 
 
 def glm4v_spec(config: Any) -> VisionSpec:
-    """GLM-4.1V to 4.6V: `out_hidden_size` is also the blocks' MLP width, `intermediate_size` is the merger's.
+    """The spec of GLM-4.1V to 4.6V: `out_hidden_size` is also the blocks' MLP width, `intermediate_size` the merger's.
 
     Raises:
-        ValueError: an activation other than SiLU.
+        ValueError: the config has an activation other than SiLU.
     """
     without_bias = ("proj", "mlp", "merger") if config.attention_bias else ("qkv", "proj", "mlp", "merger")
     return replace(
@@ -64,12 +64,15 @@ def _qk_norm_spec(config: Any, merger_size: int) -> VisionSpec:
 
 
 def glm_ocr_spec(config: Any) -> VisionSpec:
-    """GLM-OCR, whose merger is `out_hidden_size * in_channels` wide. Raises ValueError, as `glm4v_spec`."""
+    """The spec of GLM-OCR, whose merger's MLP is `out_hidden_size * in_channels` wide.
+
+    Raises ValueError, as `glm4v_spec`.
+    """
     return _qk_norm_spec(config, config.out_hidden_size * config.in_channels)
 
 
 def glm5_spec(config: Any) -> VisionSpec:
-    """GLM-5.3. Raises ValueError, as `glm4v_spec`."""
+    """The spec of GLM-5.3. Raises ValueError, as `glm4v_spec`."""
     return _qk_norm_spec(config, config.projection_intermediate_size)
 
 

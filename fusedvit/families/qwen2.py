@@ -30,7 +30,7 @@ def spec_from_config(config: Any) -> VisionSpec:
 
 
 def ernie_spec(config: Any) -> VisionSpec:
-    """The spec behind an ERNIE 4.5 VL tower's config. Raises ValueError, as `spec_from_config`."""
+    """The spec of an ERNIE 4.5 VL tower's config. Raises ValueError, as `spec_from_config`."""
     return spec_with(
         config,
         GELUS,

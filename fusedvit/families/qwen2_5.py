@@ -13,10 +13,10 @@ SEPARATE_QKV_NAMES = replace(GATED_NAMES, qkv=tuple(f"blocks.{{}}.attn.{part}" f
 
 
 def spec_from_config(config: Any) -> VisionSpec:
-    """The spec behind a `vision_config` of these families.
+    """The spec of a `vision_config` of these families.
 
     Raises:
-        ValueError: an activation other than SiLU, or a window that is no multiple of a merged token.
+        ValueError: the activation is not SiLU, or the window is not a multiple of a merged token.
     """
     pixels = config.patch_size * config.spatial_merge_size  # side of a merged token
     if config.window_size < pixels or config.window_size % pixels:

@@ -1,6 +1,7 @@
 """Qwen3-VL and the families that use its tower: LayerNorm, GELU, a bilinear position table, deepstack mergers.
 
-Qwen3-VL's dense and MoE models have one tower. Qwen3-Omni has other parameter names, Qwen3.5 and 3.6 no deepstack.
+Qwen3-VL's dense and MoE models have the same tower. Qwen3-Omni's has other parameter names. Qwen3.5 and later have no
+deepstack mergers.
 """
 
 from dataclasses import replace
@@ -35,10 +36,10 @@ OMNI_NAMES = replace(NAMES, merger=_omni_merger("merger"), deepstack=_omni_merge
 
 
 def spec_from_config(config: Any) -> VisionSpec:
-    """The spec behind a `vision_config` of this family.
+    """The spec of a `vision_config` of this family.
 
     Raises:
-        ValueError: a position table that is not square, or an unknown activation.
+        ValueError: the position table is not square, or the activation is unknown.
     """
     side = int(config.num_position_embeddings**0.5)
     if side * side != config.num_position_embeddings:

@@ -18,12 +18,15 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def dialect(class_name: str, engine: Engine, renamed: Callable[[WeightNames], WeightNames]) -> Family:
-    """The family that Hugging Face's class belongs to, as a serving engine builds it."""
+    """The family of Hugging Face's class `class_name`, adapted to the towers that a serving engine builds.
+
+    `renamed` maps the family's parameter names to the engine's.
+    """
     family = family_of(class_name)
     assert family is not None, class_name
     return replace(family, names=renamed(family.names), aliases={}, engine=engine)
 
 
 def family_of(class_name: str) -> Family | None:
-    """The family that a tower class belongs to; None if it is not supported."""
+    """The family of a tower class; None if the class is not supported."""
     return next((family for family in FAMILIES if class_name in family.class_names), None)

@@ -1,4 +1,4 @@
-"""The memory one encoder run works in: allocated once for given capacities, never resized."""
+"""The memory of an encoder run, allocated once for given capacities and never resized."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import UNFOLDED, row_pitch
 
-NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
+NARROWEST_TILE = 32  # columns of the narrowest tile, which bounds the number of partial row statistics
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much a run may hold: patch tokens, images + videos, frames, attention tiles, windows and their tiles, and
-    tiles of short frames where these have a list of their own."""
+    """Upper limits of a run: patch tokens, images and videos, frames, attention tiles, windows and their tiles, and
+    tiles of short frames if these have a separate list."""
 
     tokens: int
     items: int
@@ -32,7 +32,7 @@ class Capacity:
 
     @staticmethod
     def of(items: Sequence[Item], layout: Layout) -> "Capacity":
-        """Exactly what `items` need."""
+        """The exact capacity for `items`."""
         side, block_m = layout.window, layout.window_block_m
         return Capacity(
             sum(item.tokens for item in items),
@@ -46,11 +46,11 @@ class Capacity:
 
     @staticmethod
     def at_most(tokens: int, items: int, frames: int, layout: Layout) -> "Capacity":
-        """What any batch within these limits needs.
+        """The capacity for any batch within these limits.
 
-        Every frame adds at most one attention tile that is not full; all frames may be in the same list. Frames cut
-        worst into windows are one merged token high: then a window holds `window / merge` merged tokens, and one a
-        frame may hold fewer.
+        Every frame adds at most one attention tile that is not full; all frames may be in the same list. The worst case
+        for windows are frames that are one merged token high: then each window holds `window / merge` merged tokens,
+        except for one per frame, which may hold fewer.
         """
         tiles = -(-tokens // layout.block_m) + frames
         short = -(-tokens // layout.short_block_m) + frames if layout.short else 0
@@ -63,20 +63,20 @@ class Capacity:
 
 
 def rows_over(flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """`[rows, cols]` over the beginning of `flat`, its rows `row_pitch` apart."""
+    """A view `[rows, cols]` of the beginning of `flat`, with rows `row_pitch` apart."""
     pitch = row_pitch(cols, flat.dtype)
     return flat[: rows * pitch].view(rows, pitch)[:, :cols]
 
 
 @dataclass(frozen=True)
 class OverlapBuffers:
-    """What deepstack mergers that are overlapped with blocks have to themselves.
+    """Separate buffers of deepstack mergers that are overlapped with blocks.
 
     Attributes:
-        hidden: `[mergers, tokens, hidden]`, the residual stream as each reads it.
-        stats: `[mergers, …]` fp32, its row moments.
-        inner: flat, between a merger's two layers; mergers follow each other on the side stream.
-        normalised: `[tokens, hidden]` where a merger's norm is not folded in; else no rows.
+        hidden: `[mergers, tokens, hidden]`, the residual stream that each merger reads.
+        stats: `[mergers, …]` fp32, row moments of `hidden`.
+        inner: flat, between a merger's two layers; shared, as mergers run one after another on the side stream.
+        normalised: `[tokens, hidden]` if the mergers' norm is not folded; else without rows.
     """
 
     hidden: torch.Tensor
@@ -85,28 +85,28 @@ class OverlapBuffers:
     normalised: torch.Tensor
 
     def part(self, tokens: int) -> "OverlapBuffers":
-        """Views for so many tokens."""
+        """Views for `tokens` tokens."""
         return OverlapBuffers(self.hidden[:, :tokens], self.stats, self.inner, self.normalised[:tokens])
 
 
 @dataclass(frozen=True)
 class EncoderBuffers:
-    """Inputs, intermediates and outputs of a run. Rows past the true token count are undefined, and never read.
+    """Inputs, intermediates and outputs of a run. Rows past the true token count are undefined and never read.
 
     Attributes:
         pixels: `[tokens, patch_width]`, input.
-        grid: `[items, 3]` int32, input; rows of zeros past the last item.
+        grid: `[items, 3]` int32, input; rows past the last item are zeros.
         row_counts: `[3, 4]` int32, input; column 0 holds the patch tokens of each kind of pixels
-            (`kernels.load_inputs.KINDS`): all of one, none of the others.
-        meta: filled on the device from `grid`.
+            (`kernels.load_inputs.KINDS`): all tokens for one kind, 0 for the others.
+        meta: metadata, filled on the device from `grid`.
         hidden: `[tokens, hidden]`, the residual stream; the last hidden state at the end.
-        wide: flat; in window order the pixels first; then q | k | v, the MLP's hidden layer, a merger's.
+        wide: flat, shared over time by pixels in window order, q | k | v, and hidden layers of MLPs and mergers.
         context: `[tokens, hidden]`, attention's output; the merger's normalised rows at the end.
         stats: flat fp32, partial row moments.
-        merged: `[tokens / merge_unit, out]` each, output: the merger's rows, then each deepstack merger's, or the
+        merged: each `[tokens / merge_unit, out]`, output: the merger's rows, then each deepstack merger's, or the
             downsampling convolution's.
-        scratch: where the parts of split products meet; empty where no backend splits any.
-        overlap: for mergers that are overlapped with blocks; without it they run in line.
+        scratch: where parts of split products are summed; empty if no backend splits products.
+        overlap: buffers of mergers that are overlapped with blocks; if None they run in line.
     """
 
     pixels: torch.Tensor
@@ -122,11 +122,11 @@ class EncoderBuffers:
     overlap: OverlapBuffers | None = None
 
     def rows_of_wide(self, rows: int, cols: int, after: int = 0) -> torch.Tensor:
-        """`[rows, cols]` over `wide`, its rows `row_pitch` apart, past `rows` rows of `after` columns."""
+        """A view `[rows, cols]` of `wide` with rows `row_pitch` apart, after `rows` rows of `after` columns."""
         return rows_over(self.wide[rows * row_pitch(after, self.wide.dtype) :], rows, cols)
 
     def part(self, capacity: Capacity, merge_unit: int, overlap: bool = False) -> "EncoderBuffers":
-        """Views of the first of everything, for a smaller capacity in the same memory; of `overlap` if asked for."""
+        """Views of the beginning of every buffer, for a smaller capacity; `overlap` is included if asked for."""
         tokens, meta = capacity.tokens, self.meta
         return EncoderBuffers(
             pixels=self.pixels[:tokens],
@@ -155,7 +155,7 @@ class EncoderBuffers:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its name, those within as "meta.tiles", "overlap.stats", "merged.0"."""
+        """Every tensor by name; nested ones as "meta.tiles", "overlap.stats", "merged.0"."""
         records = {"meta": self.meta, "scratch": self.scratch, "overlap": self.overlap}
         within = {f"{r}.{n}": t for r, record in records.items() if record is not None for n, t in vars(record).items()}
         within |= {f"merged.{i}": plane for i, plane in enumerate(self.merged)}
@@ -177,12 +177,12 @@ def allocate(
     """Buffers for `capacity`.
 
     Args:
-        pixels: serves as the input as it is, if given.
-        overlap: (mergers that are overlapped with blocks, patch tokens at most).
+        pixels: used as the input buffer instead of a new one, if given.
+        overlap: (number of mergers overlapped with blocks, most patch tokens with overlap).
     """
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
-    halves = dtype.itemsize == 2  # in 32 bits no product is split
+    halves = dtype.itemsize == 2  # products are only split in 16 bits
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -231,7 +231,7 @@ def _allocate_overlap(
 
 def _allocate_meta(spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, device: torch.device) -> Metadata:
     taps = spec.position_taps if spec.position_side else 0
-    # none in 32 bits, where factors are not rounded, and none where it is not a product that turns
+    # no packed cos/sin in 32 bits, where factors are not rounded, or if rotation is not in a product's epilogue
     turns = not spec.qk_norm or spec.norms_heads
     words = packed_width(spec.head_dim) if dtype.itemsize == 2 and turns else 0
     ordered, windows = (capacity.tokens // spec.merge_unit, capacity.windows + 1) if spec.window else (0, 0)

@@ -1,29 +1,31 @@
-"""A hash of every element of tensors: tells whether what somebody wrote to parameters is what they held.
+"""A hash of every element of tensors: tells whether a write to parameters changed any value.
 
-Dearer than a sampled fingerprint and cheaper than preparing weights, so it is taken only where somebody has written and
-all samples are what they were. In operations of torch: it is no part of a call on unchanged weights.
+It costs more than a sampled fingerprint and less than preparing weights, so it is taken only if parameters were written
+and all samples are unchanged. It uses torch operations, as calls on unchanged weights do not run it.
 
-    hash = sum_i mix(word(i) + golden * (i + 1))   mod 2^64,  of each `CHUNK` of 64-bit words one after another
+    hash = sum_i mix(word(i) + golden * (i + 1))   mod 2^64,  over the 64-bit words of each chunk in order
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
-CHUNK = 2**24  # 16-bit words that are hashed at once: 32 MiB, and as much again for what is computed
+CHUNK = 2**24  # 16-bit words that are hashed at once: 32 MiB, and as much again for intermediates
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed word
 MIXING = ((33, -49064778989728563), (33, -4265267296055464877))  # shifts and factors of MurmurHash3
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """64 bits for each chunk of `tensors`, which are dense, on one device, of 2 bytes an element or more; waits for the
-    GPU. Two of tensors of the same shapes agree by accident once in 2^64."""
+    """64 bits for each chunk of `tensors`, which must be dense, on one device, with elements of 2 bytes or more.
+
+    Waits for the GPU. Digests of different tensors of the same shapes agree by accident once in 2^64.
+    """
     found = [_hashed(chunk) for chunk in _chunks(tensors)]
     return torch.stack(found).tolist() if found else []
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors' words, `CHUNK` or fewer at a time: many tensors are small, and each chunk costs a dozen launches."""
+    """The tensors' 16-bit words in chunks of at most `CHUNK`. Small tensors share one: each costs a dozen launches."""
     chunk: list[torch.Tensor] = []
     room = CHUNK
     for tensor in tensors:

@@ -1,6 +1,6 @@
-"""The encoder, once: values in, values out, on whichever table of operations it is given.
+"""The encoder as one function over static buffers, run on any table of operations (`model/ops.py`).
 
-Safe to capture: nothing here reads from the device, and no shape depends on content.
+It can be captured in a CUDA graph: nothing here reads from the device, and no shape depends on content.
 """
 
 import functools
@@ -35,12 +35,12 @@ from fusedvit.model.weights import (
 
 @dataclass(frozen=True)
 class EncoderOutputs:
-    """What a run gives.
+    """The outputs of a run.
 
     Attributes:
-        hidden: `[tokens, hidden]`, after the last block and a last norm if there is one; in towers with windows in
-            window order, item by item. Without rows in the caller's memory where it is no output.
-        merged: `[tokens / merge_unit, out]`, `spec.merged_outputs` of them, each a tensor of its own.
+        hidden: `[tokens, hidden]`, after the last block and, if there is one, the last norm; in towers with windows,
+            in window order within each item. If it is no output of the tower, the caller's tensor has no rows.
+        merged: `spec.merged_outputs` separate tensors `[tokens / merge_unit, out]`.
     """
 
     hidden: torch.Tensor
@@ -57,13 +57,13 @@ class EncoderOutputs:
         return self.merged[1:]
 
     def deepstack_by_block(self, spec: VisionSpec) -> list[torch.Tensor]:
-        """Deepstack features in the order of the blocks that they come from."""
-        pairs = zip(spec.deepstack, self.deepstack, strict=False)  # a downsampling tail has another output there
+        """Deepstack features in the order of their blocks."""
+        pairs = zip(spec.deepstack, self.deepstack, strict=False)  # a downsampling tail has one more output
         return [features for _, features in sorted(pairs, key=operator.itemgetter(0))]
 
     def last_hidden_state(self, spec: VisionSpec) -> torch.Tensor:
-        """What Hugging Face calls so: `hidden`, or `[tokens / merge_unit, out]` after a downsampling convolution or of
-        pooled tokens."""
+        """Hugging Face's `last_hidden_state`: `hidden`, or `[tokens / merge_unit, out]` from a downsampling convolution
+        or pooling."""
         if spec.tail == "pool":
             return self.merged[0]
         return self.merged[1] if spec.tail == "downsample" else self.hidden
@@ -71,20 +71,20 @@ class EncoderOutputs:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run's arguments together, so that the steps below read as the model does."""
+    """The arguments of one run, bundled to keep the steps below short."""
 
     spec: VisionSpec
     weights: EncoderWeights
     buffers: EncoderBuffers
     ops: Ops
     plan: EncoderPlan
-    numbers: Sequence[int]  # of the blocks that are run
+    numbers: Sequence[int]  # indices of the blocks to run
 
     def stream(self, width: int, block: int | None = None) -> "_Stream":
-        """Where the residual stream goes, its statistics in parts of `width` channels.
+        """The buffers for the residual stream, with statistics per `width` channels.
 
         Args:
-            block: whose output it is, if it is one's: an overlapped merger reads it from buffers of its own.
+            block: the block that writes the stream, if any; if an overlapped merger follows, it gets separate buffers.
         """
         hidden, stats = self.buffers.hidden, self.buffers.stats
         slot = self.overlap_slot(block)
@@ -94,7 +94,10 @@ class _Run:
         return _Stream(hidden, RowStats.over(stats, hidden.shape[0], hidden.shape[1], width))
 
     def overlap_slot(self, block: int | None) -> tuple[OverlapBuffers, int] | None:
-        """The buffers of overlapped mergers and the index of that after `block`; None for a merger in line."""
+        """The buffers of overlapped mergers, and the index in them of the merger after `block`.
+
+        None if no merger follows `block`, or it runs in line.
+        """
         buffers, mergers = self.buffers.overlap, self.plan.overlapped
         if buffers is None or block not in self.spec.deepstack:
             return None
@@ -104,9 +107,9 @@ class _Run:
     def normalised(
         self, stream: "_Stream", linear: LinearWeights, out: torch.Tensor, which: int = TOKENS
     ) -> tuple[torch.Tensor, NormFold | None]:
-        """What `linear` multiplies, and the norm that its epilogue applies.
+        """The input of `linear`, and the norm that its epilogue applies.
 
-        A norm that is not folded in is applied now, into `out`.
+        A norm that is not folded into the weights is applied now, into `out`, and then the epilogue applies none.
         """
         x = stream.hidden
         if linear.norm is None:
@@ -118,19 +121,19 @@ class _Run:
     def linear(
         self, x: torch.Tensor, w: LinearWeights, out: torch.Tensor, config: Any, which: int = TOKENS, **epilogue: Any
     ) -> None:
-        """The first `count(which)` rows of `epilogue(x @ w)` into `out`; w's bias is part of the epilogue."""
+        """Writes the first `count(which)` rows of `epilogue(x @ w)` to `out`; the epilogue includes w's bias."""
         full = Epilogue(w.bias, scratch=self.buffers.scratch, **epilogue)
         self.ops.linear(x, w.weight, self.buffers.meta.count(which), out, full, config)
 
     def norm(
         self, x: torch.Tensor, w: NormWeights, which: int, out: torch.Tensor, eps: float, after: After = NOTHING
     ) -> None:
-        """The norm of the first `count(which)` rows of x into `out`."""
+        """Writes the norm of the first `count(which)` rows of x to `out`."""
         count = self.buffers.meta.count(which)
         self.ops.layer_norm(x, w.weight, w.bias, count, out, eps, self.plan.max_programs, after)
 
     def segments(self, block: int) -> tuple[tuple[Segments, Any], ...]:
-        """What `block` attends within, and the configuration, of each launch of its attention."""
+        """(segments that `block` attends within, configuration) for each launch of its attention."""
         meta, config = self.buffers.meta, self.plan.window_attention
         if not self.spec.is_windowed(block):
             return self.plan.frames(meta)
@@ -140,7 +143,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The residual stream where it stands, `[tokens, hidden]`, and the moments of its rows."""
+    """The residual stream `[tokens, hidden]` in its current buffer, and the moments of its rows."""
 
     hidden: torch.Tensor
     stats: RowStats
@@ -161,10 +164,10 @@ def encode(
         spec: the tower.
         weights: prepared weights, on the buffers' device and of their dtype.
         buffers: inputs filled; every other field is overwritten.
-        ops: what to run on.
-        plan: launch configurations; statistics are written in their tile widths.
+        ops: the table of operations.
+        plan: launch configurations; statistics are written per tile of their widths.
         side: where mergers of `plan.overlap` are launched, if `buffers` has room for them; else they run in line.
-        rehearsal: leave out the blocks that launch no kernel which another has not launched; the outputs mean nothing.
+        rehearsal: run only `distinct_blocks`, which launch every kernel; the outputs are meaningless.
     """
     numbers = distinct_blocks(spec, weights, plan) if rehearsal else range(len(weights.blocks))
     run = _Run(spec, weights, buffers, ops, plan, numbers)
@@ -178,10 +181,10 @@ def encode(
 
 
 def distinct_blocks(spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan) -> list[int]:
-    """Numbers of blocks that launch every kernel which any block launches: of each kind the first.
+    """Indices of the first block of each kind; together these blocks launch every kernel of all blocks.
 
-    A kind is what a block's launches follow from: its position, its weights' layout, its segments, whether a merger is
-    overlapped with it or with the block before, whose statistics it reads, and the merger behind it.
+    A block's kind determines its launches: its position, the layout of its weights, its segments, whether a merger is
+    overlapped with it or with the block before (whose statistics it reads), and the merger after it.
     """
     of_kinds: dict[Any, int] = {}
     for i, block in enumerate(weights.blocks):
@@ -195,12 +198,12 @@ def distinct_blocks(spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan
 
 
 def has_merger_overlapped(spec: VisionSpec, plan: EncoderPlan, block: int) -> bool:
-    """Whether a merger is overlapped with `block`: it follows one of at most `BLOCKS` blocks before."""
+    """Whether an overlapped merger follows one of the `BLOCKS` blocks before `block`."""
     return any(0 < block - spec.deepstack[m] <= BLOCKS for m in plan.overlapped)
 
 
 def _blocks(run: _Run, side: SideStream) -> None:
-    """Patch embedding, blocks and deepstack mergers; the blocks after an overlapped merger run with fewer programs."""
+    """Patch embedding, blocks and deepstack mergers. Blocks that a merger is overlapped with use fewer programs."""
     overlapped = replace(run, plan=run.plan.of_overlapped_block())
     stream = _patch_embed(run)
     if run.spec.sandwich:
@@ -208,7 +211,7 @@ def _blocks(run: _Run, side: SideStream) -> None:
         return
     for i in run.numbers:
         before, of_block = (overlapped if has_merger_overlapped(run.spec, run.plan, at) else run for at in (i - 1, i))
-        if i:  # where the block before would write, which a rehearsal may leave out
+        if i:  # the buffers of the block before, computed as a rehearsal may leave that block out
             stream = before.stream(before.plan.fc2.block_n, i - 1)
         stream = _block(of_block, i, run.weights.blocks[i], stream)
         if i not in run.spec.deepstack:
@@ -221,7 +224,7 @@ def _blocks(run: _Run, side: SideStream) -> None:
 
 
 def _tail(run: _Run) -> None:
-    """The last merger, or what stands in its place."""
+    """The last merger, or the norm or pooling in its place."""
     weights = run.weights
     if isinstance(weights.merger, DownsampleWeights):
         _downsample(run, weights.merger)
@@ -235,7 +238,7 @@ def _tail(run: _Run) -> None:
 
 
 def _patch_embed(run: _Run) -> _Stream:
-    """Pixels into the residual stream, in window order where there are windows; positions are added."""
+    """Embeds pixels into the residual stream, in window order if there are windows, and adds positions."""
     b, w = run.buffers, run.weights
     tokens, pixels = b.meta.count(TOKENS), b.pixels
     if run.spec.window:
@@ -243,7 +246,7 @@ def _patch_embed(run: _Run) -> _Stream:
         run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.max_programs)
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
     if w.patch_norm is None:
-        stream = run.stream(run.plan.patch.least_n)  # as narrow as the blocks of a small batch write them
+        stream = run.stream(run.plan.patch.least_n)  # the narrowest tiles that a small batch uses
         stats = None if run.spec.sandwich else stream.stats
         _embed(run, pixels, stream.hidden, Epilogue(taps=taps, stats=stats, scratch=b.scratch))
         return stream
@@ -254,7 +257,7 @@ def _patch_embed(run: _Run) -> _Stream:
 
 
 def _embed(run: _Run, pixels: torch.Tensor, out: torch.Tensor, epilogue: Epilogue) -> None:
-    """One launch for each kind of pixels that the tower takes: of those that this call has not, there are no rows."""
+    """One launch for each kind of pixels that the tower takes; kinds that this call does not have count no rows."""
     patches = [(kind, linear) for kind, linear in enumerate(run.weights.patches()) if linear is not None]
     for kind, linear in patches:
         width = linear.weight.shape[1]
@@ -283,10 +286,10 @@ def _block(run: _Run, i: int, w: BlockWeights, at: _Stream) -> _Stream:
 
 
 def _sandwich_blocks(run: _Run) -> None:
-    """Blocks with norms before and behind attention and MLP: `b.context` holds what the next of them reads.
+    """Blocks with norms before and after attention and MLP; `b.context` holds the input of the next attention or MLP.
 
-    A norm before the residual stream and the next one behind it are one launch, so a block has seven, or eight
-    where the product does not normalise heads.
+    The norm of an output, the residual addition and the next input's norm are one launch. So a block has seven
+    launches, or eight if the epilogue of q, k and v does not normalise heads.
     """
     blocks = run.weights.blocks
     _add_and_norm(run, None, None, _input_norm(run, blocks[0]) if blocks else None)
@@ -320,7 +323,7 @@ def _add_and_norm(
     following: NextNorm | None,
     clip: torch.Tensor | None = None,
 ) -> None:
-    """hidden += norm(clamp(y)), then the norm that follows."""
+    """hidden += norm(clamp(y)), then the following norm in the same launch."""
     b, weight = run.buffers, None if norm is None else norm.weight
     tokens, programs = b.meta.count(TOKENS), run.plan.max_programs
     run.ops.residual_norm(y, weight, b.hidden, tokens, run.spec.norm_eps, programs, following, clip)
@@ -339,9 +342,9 @@ def _sandwich_of(w: BlockWeights) -> SandwichWeights:
 def _qkv(
     run: _Run, w: BlockWeights, x: torch.Tensor, norm: NormFold | None, clip: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """q | k | v `[tokens, 3 hidden]`, clamped and normalised where the tower does so, q and k turned, q scaled.
+    """q | k | v `[tokens, 3 hidden]`: clamped and normalised if the tower does so, q and k rotated, q scaled.
 
-    One launch; a second one where heads are normalised whose width the product's epilogue does not know.
+    One launch, or two if heads are normalised and the product's epilogue does not support their width.
     """
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
@@ -357,19 +360,19 @@ def _qkv(
 
 
 def _deepstack(run: _Run, block: int, x: _Stream) -> None:
-    """A deepstack merger: it normalises after the tokens are put side by side, so that its norm folds too."""
+    """A deepstack merger. It normalises merged rows (tokens side by side), so its norm can be folded too."""
     b, spec = run.buffers, run.spec
     index, slot = spec.deepstack.index(block), run.overlap_slot(block)
     w = run.weights.deepstack[index]
     rows = _Stream(x.hidden.view(-1, spec.merged_size), x.stats.merged(spec.merge_unit))
     merged, norm = run.normalised(rows, w.fc1, b.context if slot is None else slot[0].normalised, MERGED)
     inner = b.wide if slot is None else slot[0].inner
-    run = replace(run, plan=run.plan.of_deepstack(index))  # in line too, for the same bits
+    run = replace(run, plan=run.plan.of_deepstack(index))  # the same plan if it runs in line, for the same bits
     _merger_mlp(run, w, merged, norm, inner, b.merged[1 + index])
 
 
 def _normalised(run: _Run, w: NormWeights) -> torch.Tensor:
-    """`[tokens / merge_unit, merged_size]`: tokens normalised and put side by side, in the caller's order again."""
+    """`[tokens / merge_unit, merged_size]`: normalised tokens side by side, back in the caller's order."""
     b, spec = run.buffers, run.spec
     after = After(order=b.meta.order, unit=spec.merge_unit) if spec.window else NOTHING
     run.norm(b.hidden, w, TOKENS, b.context, spec.norm_eps, after)
@@ -384,14 +387,14 @@ def _merger(run: _Run, w: MergerWeights) -> None:
 def _merger_mlp(
     run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, between: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """fc2(gelu(fc1(x))), the inner layer over `between`."""
+    """fc2(gelu(fc1(x))), with the inner activations in the memory of `between`."""
     inner = rows_over(between, x.shape[0], run.spec.merged_size)
     run.linear(x, w.fc1, inner, run.plan.merger_fc1, MERGED, norm=norm, activation="gelu")
     run.linear(inner, w.fc2, out, run.plan.merger_fc2, MERGED)
 
 
 def _downsample(run: _Run, w: DownsampleWeights) -> None:
-    """fc2(swiglu(fc1(gelu(norm(proj(x)))))) of x, the convolution over normalised tokens side by side."""
+    """fc2(swiglu(fc1(gelu(norm(proj(x)))))), where x is the convolution of normalised tokens side by side."""
     b, spec, plan, (pooled, last) = run.buffers, run.spec, run.plan, run.buffers.merged
     run.linear(_normalised(run, w.norm), w.downsample, last, plan.downsample, MERGED)
     projected = b.rows_of_wide(last.shape[0], spec.out_size)
@@ -403,7 +406,7 @@ def _downsample(run: _Run, w: DownsampleWeights) -> None:
 
 
 def _pool(run: _Run, w: PoolWeights) -> None:
-    """Means of merged tokens, standardised."""
+    """Means over the patches of each merged token, standardised if the tower does so."""
     b, spec = run.buffers, run.spec
     merged, programs = b.meta.count(MERGED), run.plan.max_programs
     run.ops.pool_rows(b.hidden, w.bias, w.scale, merged, b.merged[0], spec.merge_unit, programs)

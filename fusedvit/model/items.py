@@ -1,10 +1,10 @@
-"""An image or a video in numbers: what `grid_thw` says of it."""
+"""An image or a video as a row of `grid_thw`."""
 
 from typing import NamedTuple
 
 
 class Item(NamedTuple):
-    """One image (t = 1) or video, in patches. A tuple: a call makes and hashes one per item."""
+    """One image (t = 1) or video, in patches. It is a tuple because each call creates and hashes one per item."""
 
     t: int
     h: int
@@ -16,14 +16,14 @@ class Item(NamedTuple):
         return self.t * self.h * self.w
 
     def tiles(self, block_m: int) -> int:
-        """Attention query tiles of `block_m` tokens, whole ones per frame."""
+        """Attention query tiles of `block_m` tokens; each frame takes whole tiles."""
         return self.t * -(-(self.h * self.w) // block_m)
 
     def windows(self, side: int) -> int:
-        """Attention windows of `side` x `side` patches, cut at the border, whole ones per frame."""
+        """Attention windows of `side` x `side` patches in all frames; windows at a frame's border may be smaller."""
         return self.t * -(-self.h // side) * -(-self.w // side)
 
     def window_tiles(self, side: int, block_m: int) -> int:
-        """Attention query tiles of `block_m` tokens, whole ones per window."""
+        """Attention query tiles of `block_m` tokens; each window takes whole tiles."""
         rows, cols = (((n // side, side), (1, n % side)) for n in (self.h, self.w))
         return self.t * sum(a * b * -(-(h * w) // block_m) for a, h in rows for b, w in cols)

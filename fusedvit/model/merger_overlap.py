@@ -1,11 +1,11 @@
 """Deepstack mergers overlapped with the blocks that follow them: a fixed rule.
 
-A deepstack merger's output is needed only at the end of the run. With few rows it is bound by reading its large
+A deepstack merger's output is needed only at the end of the run. With few rows a merger is bound by reading its large
 weights, while a block leaves memory bandwidth and some SMs idle. So up to `MAX_VALUES` each merger runs on a side
-stream, bounded to `num_sms // MERGER_SHARE` SMs, and the next `BLOCKS` blocks are bounded to the others.
+stream, bounded to `num_sms // MERGER_SHARE` SMs, and the next `BLOCKS` blocks are bounded to the other SMs.
 
-Measured on an H100 (bf16, whole towers): 6 and 7 % of Qwen3-VL-8B's time at 196 and 400 patches, nothing at 784; 9 % of
-Qwen3-VL-2B's at 196. One SM in 6 or 5, or two blocks, are within 2 % of this, better or worse.
+Measured on an H100 (bf16, whole towers), this saves 6 and 7 % of Qwen3-VL-8B's time at 196 and 400 patches, nothing at
+784, and 9 % of Qwen3-VL-2B's time at 196. One SM in 6 or 5, or two blocks, are within 2 % of this, better or worse.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +21,8 @@ from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig, hop
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
 
-MAX_VALUES = 800 * 1024  # of the residual stream, patches x channels
-MERGER_SHARE = 8  # a merger has one SM in so many
+MAX_VALUES = 800 * 1024  # patches x channels of the residual stream
+MERGER_SHARE = 8  # a merger gets one SM in 8
 BLOCKS = 3  # a merger takes about as long as three blocks
 LINEARS, MERGER = ("qkv", "proj", "fc1", "fc2"), ("deepstack_fc1", "merger_fc2")
 HOPPER = HopperGemmConfig, HopperSwapABConfig, HopperAttentionConfig
@@ -34,14 +34,14 @@ class SideStream(Protocol):
     """A second stream of launches; `graphs.side_stream` has one for captures."""
 
     def fork(self, launches: Callable[[], None]) -> None:
-        """Runs `launches` after all launches so far, overlapped with those that follow until `join`."""
+        """Runs `launches` after all launches so far, overlapped with the launches that follow until `join`."""
 
     def join(self) -> None:
-        """Makes what is launched from now on wait for every fork."""
+        """Makes later launches wait for every fork."""
 
 
 class InLine:
-    """No second stream: forks are launched where they stand."""
+    """No second stream: a fork's launches run in line."""
 
     def fork(self, launches: Callable[[], None]) -> None:
         launches()
@@ -58,10 +58,10 @@ class MergerOverlap:
     """How deepstack mergers are overlapped with blocks.
 
     Attributes:
-        mergers: which of them, counted from 0; the others run in line.
-        blocks: (operation, configuration) of a block that has a merger overlapped with it.
-        fc1, fc2: configurations of such a merger's layers. Without PDL, as the previous launch on the side stream may
-            be another merger's.
+        mergers: indices of the overlapped deepstack mergers; the others run in line.
+        blocks: (operation, configuration) pairs of a block that a merger is overlapped with.
+        fc1, fc2: configurations of an overlapped merger's layers. They do not use PDL, as the previous launch on the
+            side stream may be another merger's.
     """
 
     mergers: tuple[int, ...]
@@ -73,7 +73,7 @@ class MergerOverlap:
 def merger_overlap(
     spec: VisionSpec, chosen: Chosen, choose: Choose, dtype: torch.dtype, target: Target
 ) -> MergerOverlap | None:
-    """The overlap of a token budget; None where mergers run in line: many rows, or other kernels than Hopper's."""
+    """The overlap of a token budget; None if mergers run in line, as with many rows or kernels other than Hopper's."""
     mergers = tuple(m for m, block in enumerate(spec.deepstack) if block < spec.depth - 1)
     hopper = all(isinstance(config, HOPPER) for _, config in chosen.values())
     if not (mergers and hopper) or chosen["qkv"][0].rows * spec.hidden_size > MAX_VALUES:
@@ -85,12 +85,12 @@ def merger_overlap(
         return None
     blocks = {name: choose(name, rest) for name in LINEARS}
     for name, (_, config) in chosen.items():
-        if "attention" in name:  # its tiles stay: there is one list of them for all blocks
+        if "attention" in name:  # tile sizes must stay, as all blocks share one list of tiles
             blocks[name] = replace(config, max_programs=config.max_programs * rest.num_sms // target.num_sms)
     return MergerOverlap(mergers, tuple(blocks.items()), fc1, fc2)
 
 
 def _merger_layer(key: Key, dtype: torch.dtype, target: Target) -> HopperGemmConfig | None:
-    """A persistent product on `target`'s SMs: swap-AB has a program for every tile, however many SMs there are."""
+    """A persistent product on `target`'s SMs. swap-AB does not qualify: it launches a program for every tile."""
     config = hopper_gemm_config(key.rows, key.n, key.k, dtype, target, key.kind)
     return None if config is None else replace(config, pdl=False)

@@ -1,4 +1,4 @@
-"""How an image processor turns bytes into what a tower takes, as numbers: exactly, and as an affine map to fold."""
+"""How an image processor turns bytes into a tower's pixels: exactly, and as an affine map to fold into weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ BACKENDS = ("torchvision", "pil")
 class Normalization:
     """Rescaling and normalisation of Hugging Face's image and video processors, and the layout of a patch's row.
 
-    A row is `[channels, temporal_patch, patch, patch]`, flat; of a still image one frame stands for all of its
-    (equal) frames: `[channels, patch, patch]`.
+    A row is a flat `[channels, temporal_patch, patch, patch]`. For a still image, whose frames are equal, it is a flat
+    `[channels, patch, patch]`.
 
     Attributes:
-        rescale_factor: what bytes are multiplied by; None where the processor does not rescale.
-        mean, std: of each channel (one number stands for all channels); None where it does not normalise.
+        rescale_factor: the factor that bytes are multiplied by; None if the processor does not rescale.
+        mean, std: per channel (a single number applies to all channels); None if the processor does not normalise.
         patch: pixels on a side of a patch.
         temporal_patch: frames of a patch.
-        channels: of an image.
-        backend: whose order of operations, one of `BACKENDS`: the last bits differ.
+        channels: channels of an image.
+        backend: the processor's backend, one of `BACKENDS`; their order of operations differs, and so do the last bits.
 
     Raises:
         ValueError: a number that no processor can have, or an unknown backend.
@@ -57,11 +57,11 @@ class Normalization:
         return tuple(float(value) for value in values)
 
     def width(self, still: bool) -> int:
-        """Bytes of a patch's row: of one frame, or of all."""
+        """Bytes of a patch's row: of one frame if `still`, else of all frames."""
         return self.channels * self.patch**2 * (1 if still else self.temporal_patch)
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(factor, shift)`, each `[channels]` fp64: the processor makes `factor * byte + shift`."""
+        """`(factor, shift)`, each `[channels]` fp64: the processor computes `factor * byte + shift`."""
         scale = 1.0 if self.rescale_factor is None else self.rescale_factor
         if self.mean is None or self.std is None:
             ones = torch.ones(self.channels, dtype=torch.float64, device="cpu")
@@ -70,14 +70,14 @@ class Normalization:
         return scale / std, -mean / std
 
     def apply(self, rows: torch.Tensor, still: bool) -> torch.Tensor:
-        """What the processor makes of the bytes in `rows`, bit for bit.
+        """The processor's output for the bytes in `rows`, bit for bit.
 
-        The formulas are transformers': `TorchvisionBackend.rescale_and_normalize`, or `rescale` and `normalize` of
-        `image_transforms` one after another.
+        The formulas are transformers': `TorchvisionBackend.rescale_and_normalize`, or `rescale` and then `normalize` of
+        `image_transforms`.
 
         Args:
             rows: `[…, width(still)]` uint8.
-            still: rows are of one frame, which is repeated.
+            still: rows hold one frame, which is repeated.
 
         Returns:
             `[…, width(False)]` fp32.
@@ -89,7 +89,7 @@ class Normalization:
         return values.reshape(*rows.shape[:-1], self.width(False))
 
     def _values(self, x: torch.Tensor) -> torch.Tensor:
-        """Of bytes `[…, channels, frames, n]`, fp32."""
+        """The normalised values of bytes `[…, channels, frames, n]`, in fp32."""
         scale = self.rescale_factor
         exact = self.backend == "pil"
         if self.mean is None:

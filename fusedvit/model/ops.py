@@ -1,4 +1,4 @@
-"""The two tables of operations that the encoder can run on; each operation is in both."""
+"""The two tables of operations that the encoder can run on: Triton kernels and torch references of each operation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from fusedvit.kernels.reference import norms as norms_ref
 from fusedvit.kernels.reference import store_outputs as store_outputs_ref
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig
 
-# What runs a configuration, by its type.
+# Type of a configuration -> the function that runs it.
 KERNELS: dict[type, Callable[..., torch.Tensor]] = {
     LinearConfig: triton_linear.linear,
     AttentionConfig: triton_attention.attention,
@@ -80,7 +80,7 @@ def _run(config: Any, *arguments: Any, **more: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Ops:
-    """Operations of one kind; signatures are those of the functions in `fusedvit.kernels`."""
+    """One table of operations, with the signatures of the functions in `fusedvit.kernels`."""
 
     name: str
     vision_metadata: Callable[..., metadata.Metadata]

@@ -1,6 +1,6 @@
-"""Parameter and activation names of a tower, as `named_parameters()` gives them, and the shapes that a spec gives them.
+"""Names of a tower's parameters and activation modules, and the parameters' shapes for a spec.
 
-`{}` stands for the index of a block or merger.
+In a name, `{}` stands for the index of a block or merger.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class MergerNames:
-    """A Qwen merger: norm, linear, activation, linear. Names without `.weight` and `.bias`."""
+    """A Qwen merger: norm, linear, activation, linear. Names are without `.weight` and `.bias`."""
 
     norm: str
     fc1: str
@@ -48,7 +48,7 @@ class LastNormNames:
 
 @dataclass(frozen=True)
 class PoolNames:
-    """No merger: merged tokens are means; buffers that standardise them, if there are any."""
+    """No merger: merged tokens are means of patches. The names of the buffers that standardise them, if any."""
 
     bias: str
     scale: str
@@ -62,10 +62,10 @@ class WeightNames:
     """All parameter names of a tower.
 
     Attributes:
-        qkv: one fused linear layer, or those of q, k and v.
-        fc1: one linear layer, or gate and up of a gated MLP, which an engine may have merged into one, gate first.
+        qkv: one fused linear layer, or three layers for q, k and v.
+        fc1: one linear layer, or gate and up of a gated MLP. An engine may merge gate and up into one, gate first.
         act: the MLP's activation module.
-        merger: what follows the blocks.
+        merger: the merger, norm or pooling after the blocks.
         deepstack: the deepstack mergers, if there are any.
         position: the learned position table, if there is one.
         patch_norm: norm of the embedded patches, if there is one.
@@ -93,7 +93,7 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
 def parameter_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
-    """Every parameter's name and shape; the patch embedding's `[hidden, patch_width]`."""
+    """Every parameter's name and shape; the patch embedding counts as a matrix `[hidden, patch_width]`."""
     c = spec.hidden_size
     yield from _linear(names.patch, c, spec.patch_width, "patch" not in spec.without_bias)
     if spec.position_side:
@@ -116,7 +116,7 @@ def parameter_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
 
 
 def buffer_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
-    """Every buffer that a tower computes with and that no config gives: its name and shape."""
+    """Name and shape of every buffer that a tower computes with and whose content the config does not determine."""
     if spec.standardized and isinstance(names.merger, PoolNames):
         yield names.merger.bias, (spec.hidden_size,)
         yield names.merger.scale, (spec.hidden_size,)
@@ -127,7 +127,7 @@ def buffer_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
 
 
 def bound_of(linear: str, bound: str) -> str:
-    """The buffer of a clipped layer's bound: it lies beside the linear layer."""
+    """The buffer's name for a bound of a clipped layer; the buffer belongs to the parent of the linear layer."""
     return f"{linear.removesuffix('.linear')}.{bound}"
 
 

@@ -1,6 +1,6 @@
-"""Which backend and launch configuration each operation of the encoder takes for a token budget.
+"""Chooses the backend and launch configuration of each operation of the encoder for a token budget.
 
-A tuning table answers first, then the heuristic of each backend that the device has, the fastest backend first.
+The tuning table comes first, then the heuristic of each backend that the device supports, fastest backend first.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -29,18 +29,18 @@ from fusedvit.model.merger_overlap import MergerOverlap, merger_overlap
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import pitch_of
 
-# Rows up to which the products of blocks with sandwich norms use programmatic dependent launch. On an H100 Gemma 4's
-# towers (31B, E4B) are 1.6 and 3.4 % faster by it at 1089 rows; at 2520 rows 1.5 and 1.7 % with proj and fc2 alone,
-# which follow attention and another product, and slower with fc1 as well; at 20160 rows 31B's is 1 % slower.
+# Rows up to which the products of blocks with sandwich norms use programmatic dependent launch. On an H100 it makes
+# Gemma 4's towers (31B, E4B) 1.6 and 3.4 % faster at 1089 rows. At 2520 rows it gives 1.5 and 1.7 % for proj and fc2,
+# which follow attention and another product; with fc1 too, towers get slower. At 20160 rows 31B's gets 1 % slower.
 SANDWICH_PDL_ROWS = {"qkv": 1280, "fc1": 1280, "proj": 3072, "fc2": 3072}
 
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """One configuration per operation; its type says the backend. Equal for every call of one token budget.
+    """One configuration per operation, whose type determines the backend. All calls of a token budget have equal plans.
 
-    Where there is a `short_attention`, it is that of frames of at most `SHORT_FRAME` tokens, which have a list of tiles
-    of their own, and `attention` that of the others. `overlap` says which deepstack mergers are overlapped with blocks.
+    If `short_attention` is set, it is for frames of at most `SHORT_FRAME` tokens, which have a separate list of tiles,
+    and `attention` is for longer frames. `overlap` says which deepstack mergers are overlapped with blocks.
     """
 
     patch: Any
@@ -61,17 +61,18 @@ class EncoderPlan:
 
     @property
     def overlapped(self) -> tuple[int, ...]:
-        """Deepstack mergers that read the residual stream while blocks go on, in the order of their buffers."""
+        """The deepstack mergers that are overlapped with blocks, in the order of their buffers."""
         return () if self.overlap is None else self.overlap.mergers
 
     def of_patch(self, width: int) -> Any:
-        """The configuration of the patch embedding of `width` values: `patch`, with stages for shorter rows only."""
+        """The configuration of the patch embedding for rows of `width` values: `patch` with at most one stage per
+        step."""
         steps = -(-width // UNIT)
         too_deep = isinstance(self.patch, HopperSwapABConfig) and self.patch.stages > steps
         return replace(self.patch, stages=steps) if too_deep else self.patch
 
     def of_deepstack(self, merger: int) -> "EncoderPlan":
-        """The plan of one of the deepstack mergers, as that of the last one."""
+        """The plan with the configurations of deepstack merger `merger` as those of the last merger."""
         if self.overlap is None or merger not in self.overlap.mergers:
             return replace(self, merger_fc1=self.deepstack_fc1)
         return replace(self, merger_fc1=self.overlap.fc1, merger_fc2=self.overlap.fc2)
@@ -87,7 +88,7 @@ class EncoderPlan:
         return {name: backends.backend_of(config).name for name, config in configs.items() if config is not None}
 
     def layout(self, spec: VisionSpec) -> Layout:
-        """What metadata of `spec` this plan needs."""
+        """The metadata that this plan needs for `spec`."""
         return Layout(
             merge=spec.merge_size,
             head_dim=spec.head_dim,
@@ -112,12 +113,12 @@ class EncoderPlan:
 
 @dataclass(frozen=True)
 class Task:
-    """One operation at one row budget: what is looked up, and what is tuned.
+    """One operation at one row budget, for tuning and for lookup.
 
     Attributes:
         name: the field of `EncoderPlan`.
-        key: of the tuning table.
-        widest: the widest tile of plain Triton whose epilogue does not spill.
+        key: the key in the tuning table.
+        widest: the widest tile of plain Triton whose epilogue does not spill registers.
     """
 
     name: str
@@ -157,7 +158,8 @@ def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]
 
 
 def _epilogues(spec: VisionSpec) -> tuple[str, str, str, str]:
-    """Kinds of the patch embedding, of qkv, of what writes the residual stream, and of the MLP's first layer."""
+    """Epilogue kinds of the patch embedding, of qkv, of layers that write the residual stream, and of the MLP's first
+    layer."""
     heads = "heads+rope" if spec.norms_heads else ""
     if spec.sandwich:
         return "taps" if spec.position_side else "bias", heads or "bias", "bias", spec.activation
@@ -184,7 +186,7 @@ def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str,
 
 
 def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int) -> Task:
-    """That of frames of `length` tokens in a budget for `rows`."""
+    """The attention task for frames of `length` tokens in a budget of `rows` patch tokens."""
     found = {task.name: task for task in tasks(spec, rows, dtype)}
     return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
 
@@ -192,15 +194,15 @@ def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int)
 def plan_for(
     spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target, table: Table | None = None
 ) -> EncoderPlan:
-    """The plan of the token budget that `tokens` patch tokens fall into. The same arguments, the same plan.
+    """The plan of the token budget for `tokens` patch tokens; deterministic.
 
     Args:
-        table: what was tuned; None for that of `target`'s GPU, shipped or the user's own.
+        table: the tuning table; None for the table of `target`'s GPU, shipped or the user's own.
     """
     chosen = chosen_for(spec, tokens, dtype, target, table)
     configs = {name: config for name, (_, config) in chosen.items()}
     if configs.get("short_attention") == configs["attention"]:
-        del configs["short_attention"]  # one list will do
+        del configs["short_attention"]  # one list of tiles suffices
     by_name = {task.name: task for task in tasks(spec, tokens, dtype)}
     overlap = merger_overlap(spec, chosen, lambda name, t: heuristic(by_name[name], dtype, t), dtype, target)
     return EncoderPlan(**configs, max_programs=4 * target.num_sms, overlap=overlap)
@@ -208,7 +210,7 @@ def plan_for(
 
 @lru_cache(maxsize=1024)
 def known_plan(spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target) -> EncoderPlan:
-    """`plan_for`, kept until `tuning_table.forget`: whoever compiles, captures or runs a budget asks for its plan."""
+    """`plan_for`, cached until `tuning_table.forget`: compiling, capturing and running a budget all need its plan."""
     return plan_for(spec, tokens, dtype, target)
 
 
@@ -225,23 +227,23 @@ def chosen_for(
 
 
 def as_launched(spec: VisionSpec, name: str, rows: int, config: Any) -> Any:
-    """What a plan of `rows` patch tokens makes of a configuration that was chosen for the operation `name`."""
+    """The configuration with which a plan of `rows` patch tokens launches `name`, given the chosen `config`."""
     return _with_pdl(config) if spec.sandwich and rows <= SANDWICH_PDL_ROWS.get(name, 0) else config
 
 
 def _with_pdl(config: Any) -> Any:
-    """`config` with programmatic dependent launch, where the GPU has it."""
+    """`config` with programmatic dependent launch, if its backend supports that."""
     return replace(config, pdl=True) if isinstance(config, HopperGemmConfig | HopperSwapABConfig) else config
 
 
 def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:
-    """The configuration of one task: the table's, else that of the first backend with an answer."""
+    """The configuration of one task: the table's, else the heuristic's."""
     found = table.find(task.key, target, dtype)
     return heuristic(task, dtype, target) if found is None else found
 
 
 def heuristic(task: Task, dtype: torch.dtype, target: Target) -> Any:
-    """The first answer of this operation's backends, the fastest first; plain Triton always has one."""
+    """The configuration from the first backend that supports the task, fastest first; plain Triton supports all."""
     for backend in backends.available_backends(task.key.op, target, dtype):
         config = backend.heuristic(task.key, dtype, target, task.widest)
         if config is not None:

@@ -1,19 +1,19 @@
-"""A tower's weights as the kernels want them, prepared once from the original parameters.
+"""Prepares a tower's weights for the kernels, once, from the original parameters.
 
 LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta;  not in fp32
 RMSNorm                         : W' = round(W * gamma)
-softmax in base 2               : q comes out scaled by `query_scale`, of its weights or of its norm's
+softmax in base 2               : q is scaled by `query_scale`, through its weights or its norm's weights
 rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1); where each axis
-                                  has half of a head, from (i, i + d/4) of the rows' half, then of the columns'
-heads of k and v shared         : repeated, once for each head of q
-gated MLP                       : rows of gate and up interleaved, so that the two factors meet in one tile
+                                  has half of a head, from (i, i + d/4) of the rows' half, then of the columns' half
+shared heads of k and v         : repeated, once for each head of q
+gated MLP                       : rows of gate and up interleaved, so that both factors are in one tile
 convolution [N, C, m, m]        : [N, m m C], for tokens that lie side by side in merge-block order
 bytes, x = f byte + s a channel : W' = round(128 f W),  b' = b + sum_k W'[:, k] (1 + s / (128 f))[k]
                                   for u = (byte - 128) / 128, since x = 128 f (u + 1 + s / (128 f))
 frames of a still image         : equal, so W' is rounded after the sum over frames
 
-b' comes from the rounded W' and stays in fp32: what all pixels have in common, the mean, then cancels exactly.
-What fp16 cannot hold of these raises: see `fp16_range.py`.
+b' is computed from the rounded W' and stays in fp32, so the mean, which all pixels have in common, cancels exactly.
+A product that fp16 cannot hold raises an error: see `fp16_range.py`.
 """
 
 from collections.abc import Mapping
@@ -71,15 +71,15 @@ def prepare(
     """Prepared weights from `source(name) -> tensor`.
 
     Args:
-        own: names whose tensors are nobody else's: adapters were folded into them, or they were laid out in rows.
-        reuse: earlier weights of the same tower: prepared copies are rewritten in place where shape, dtype and
-            device agree, so that captured graphs stay valid.
-        normalizations: of bytes that the tower is to take, by whether they are of still images.
+        own: names whose tensors are new, not the tower's: adapters were folded in, or the layout was made contiguous.
+        reuse: earlier weights of the same tower. Prepared copies are rewritten in place if shape, dtype and device
+            agree, so that captured graphs stay valid.
+        normalizations: normalisations of the byte pixels that the tower must take; the key says whether of stills.
         inv_freq: the tower's rotary frequencies `[head_dim / 4]`; those of the spec if None.
-        products: what `source` has rounded already, to be judged with what is rounded here.
+        products: products that `source` has rounded already, to be judged with those rounded here.
 
     Raises:
-        BeyondFp16: a product that fp16 cannot hold; `reuse` is as it was.
+        BeyondFp16: fp16 cannot hold a product; `reuse` is unchanged.
     """
     maker, by_still = _Maker(spec, source, own, products or Products()), normalizations or {}
     device = source(f"{names.patch}.weight").device
@@ -109,23 +109,23 @@ class _Maker:
     products: Products = field(default_factory=Products)
 
     def norm(self, name: str, layer: bool | None = None) -> NormWeights:
-        """A norm's vectors, copied: see `_plain`."""
+        """A norm's vectors, always copied: see `_plain`."""
         layer = self.spec.norm == "layer" if layer is None else layer
         bias = self.source(f"{name}.bias").detach().clone() if layer else None
         return NormWeights(self.source(f"{name}.weight").detach().clone(), bias, own=("weight", "bias"))
 
     def position(self, name: str) -> torch.Tensor:
-        """The position table, or both, one above the other; without rows that an engine has padded it with."""
+        """The position table, or both tables concatenated, without padding rows that an engine added."""
         return self.source(f"{name}.weight").detach().flatten(0, -2)[: self.spec.position_rows]
 
     def plain(self, name: str, part: str) -> LinearWeights:
         return self._plain(self.source(f"{name}.weight").detach(), name, part)
 
     def _plain(self, weight: torch.Tensor, name: str, part: str) -> LinearWeights:
-        """`weight` in rows for the copy engine; it is our own if that, or what came before, copied it.
+        """`weight` in rows aligned for TMA, marked as a prepared copy if it is not the original tensor.
 
-        The bias is copied: before a replay the host compares the addresses of what is not our own, and vectors would
-        double that list.
+        The bias is always copied: before a replay the host compares the addresses of borrowed tensors, and vectors
+        would double their number.
         """
         original = self.source(f"{name}.weight")
         weight = _pitched(weight)
@@ -135,13 +135,13 @@ class _Maker:
         return LinearWeights(weight, bias, own=("weight", "bias") if copied else ("bias",))
 
     def patch(self, name: str) -> LinearWeights:
-        """The patch embedding as a product: a convolution whose kernel is its stride is one."""
+        """The patch embedding as a product, which a convolution is if its kernel equals its stride."""
         weight = self.source(f"{name}.weight").detach()
         linear = self._plain(weight.reshape(weight.shape[0], -1), name, "patch")
         return _with_bias(linear)
 
     def byte_patch(self, name: str, normalization: Normalization, still: bool) -> LinearWeights:
-        """The patch embedding of centred bytes; every tensor our own."""
+        """The patch embedding of centred bytes; every tensor is a prepared copy."""
         spec, weight = self.spec, self.source(f"{name}.weight").detach()
         factor, shift = (t.to(weight.device) for t in normalization.affine())
         shape = len(weight), spec.in_channels, spec.temporal_patch_size, spec.patch_size**2
@@ -158,7 +158,7 @@ class _Maker:
         return LinearWeights(_pitched(rounded.flatten(1), own=True), common.to(wide), None, ("weight", "bias"))
 
     def joined(self, names: tuple[str, ...], part: str) -> LinearWeights:
-        """Linear layers one above the other."""
+        """Linear layers concatenated along their outputs."""
         parts = [self.plain(name, part) for name in names]
         if len(parts) == 1:
             return parts[0]
@@ -166,17 +166,17 @@ class _Maker:
         return LinearWeights(torch.cat([p.weight for p in parts]), torch.cat(biases) if biases else None)
 
     def behind_norm(self, norm: str, linear: LinearWeights, factor: torch.Tensor | None = None) -> LinearWeights:
-        """`linear` after a norm of the blocks' kind, its outputs times `factor` `[N]`.
+        """`linear` after a norm of the blocks' kind, with outputs times `factor` `[N]`.
 
-        A LayerNorm stays a step of its own in fp32 and fp64. Folded, it subtracts the mean after the product, whose
-        rounding errors grow with the mean: where a row's mean is ten deviations away they are twice Hugging Face's.
+        In fp32 and fp64 a LayerNorm stays a separate step. A folded one subtracts the mean after the product, whose
+        rounding errors grow with the mean: if a row's mean is ten deviations from 0, they are twice Hugging Face's.
         """
         if self.spec.norm == "layer" and linear.weight.dtype in UNFOLDED:
             return self._scaled(linear, factor, self.norm(norm))
         return self.folded(norm, linear, factor)
 
     def folded(self, norm: str, linear: LinearWeights, factor: torch.Tensor | None = None) -> LinearWeights:
-        """`linear` with the norm before it folded in, its outputs times `factor` `[N]`; every tensor our own."""
+        """`linear` with the norm before it folded in and outputs times `factor` `[N]`; all tensors are copies."""
         weight, bias = linear.weight, linear.bias
         gamma = self.source(f"{norm}.weight")
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -196,7 +196,7 @@ class _Maker:
         return LinearWeights(scaled, bias, colsum, ("weight", "bias", "colsum"))
 
     def _scaled(self, linear: LinearWeights, factor: torch.Tensor | None, norm: NormWeights) -> LinearWeights:
-        """`linear` behind a norm of its own, its outputs times `factor`."""
+        """`linear` after an unfolded `norm`, with outputs times `factor`."""
         if factor is None:
             return replace(linear, norm=norm)
         factor = factor.to(linear.weight)
@@ -219,7 +219,7 @@ class _Maker:
         )
 
     def _sandwich(self, names: WeightNames, i: int, qkv: LinearWeights, fc1: LinearWeights) -> BlockWeights:
-        """A block whose norms all stay steps of their own: each but the first is one with the residual before it."""
+        """A block with sandwich norms. None is folded, as they share launches with residual additions."""
         first, second = names.post_norms
         norms = [self.norm(name.format(i)) for name in (names.norm1, first, names.norm2, second)]
         clips = self.clips(names, i) if self.spec.clipped else None
@@ -233,7 +233,7 @@ class _Maker:
         )
 
     def clips(self, names: WeightNames, i: int) -> torch.Tensor:
-        """`[11, 2]`, see `SandwichWeights`. Bounds are rounded to the tower's dtype, as `torch.clamp` rounds them."""
+        """The bounds `[11, 2]` of `SandwichWeights`, rounded to the tower's dtype as `torch.clamp` rounds them."""
         dtype = self.source(f"{names.proj.format(i)}.weight").dtype
         layers = [name.format(i) for name in (*names.qkv, names.proj, *names.fc1, names.fc2)]
         bounds = torch.stack([self.source(bound_of(layer, bound)).detach() for layer in layers for bound in BOUNDS])
@@ -242,7 +242,7 @@ class _Maker:
         return torch.stack([into[0], *out[:3], into[3], out[3], into[4], out[4], out[5], into[6], out[6]])
 
     def qk_norm(self, names: tuple[str, ...]) -> torch.Tensor:
-        """Weights of the norms of q, k and v; wider than the tower's, so that q's factor is not rounded."""
+        """Weights of the norms of q, k and v, at least in fp32, so that q's factor is not rounded further."""
         spec = self.spec
         both = torch.stack([self.source(f"{name}.weight").detach() for name in names])
         both = both.to(torch.promote_types(both.dtype, torch.float32))
@@ -285,9 +285,9 @@ class _Maker:
 
 
 def _first(fc1: LinearWeights, gated: bool) -> LinearWeights:
-    """An MLP's first layer: gate and up interleaved if it is gated, and rows of zeros until its channels fill 16 bytes.
+    """An MLP's first layer: gate and up interleaved if gated, padded with zero rows to a multiple of 16 bytes.
 
-    They give channels of zeros, which `_second` multiplies by zeros.
+    Padding gives channels of zeros, which `_second` multiplies by zeros.
     """
     rows = torch.arange(fc1.weight.shape[0], device="cpu")
     if gated:
@@ -303,7 +303,7 @@ def _first(fc1: LinearWeights, gated: bool) -> LinearWeights:
 
 
 def _second(fc2: LinearWeights) -> LinearWeights:
-    """An MLP's second layer, whose rows' padding becomes part of them."""
+    """An MLP's second layer, with the padding of its rows included as columns."""
     n, k = fc2.weight.shape
     pitch = pitch_of(k, fc2.weight.dtype)
     if pitch == k:
@@ -316,15 +316,15 @@ def _second(fc2: LinearWeights) -> LinearWeights:
 
 
 def _with_bias(linear: LinearWeights) -> LinearWeights:
-    """`linear` with a bias of zeros where it has none: with nothing between a product and its rounding to fp16, ptxas
-    serialises it (C7514, Triton 3.7)."""
+    """`linear`, with a bias of zeros if it has none: if nothing is between a product and its rounding to fp16, ptxas
+    serialises the product (C7514, Triton 3.7)."""
     if linear.bias is not None:
         return linear
     return replace(linear, bias=linear.weight.new_zeros(linear.weight.shape[0]))
 
 
 def _lined(linear: LinearWeights) -> LinearWeights:
-    """`linear` with its weights as `in_lines` lays them out, in a copy if need be, where that is known to pay."""
+    """`linear` with its weights laid out by `in_lines`, in a copy if needed, if that is known to be faster."""
     weight, own = linear.weight, "weight" in linear.own
     if lies_in_lines(weight, own) or not _wants_lines(weight):
         return linear
@@ -332,20 +332,22 @@ def _lined(linear: LinearWeights) -> LinearWeights:
 
 
 def _wants_lines(weight: torch.Tensor) -> bool:
-    """Hopper: a product of 784 rows by 4304 columns was a fifth faster (docs/kernels.md)."""
+    """Whether `in_lines` pays: on Hopper a product of 784 rows by 4304 columns was a fifth faster (docs/kernels.md)."""
     return weight.is_cuda and not absent(Target.of(weight.device).capability, weight.dtype)
 
 
 def query_factor(spec: VisionSpec, rows: int) -> torch.Tensor:
-    """`[rows]`: what the outputs of the original q | k | v are multiplied by."""
+    """`[rows]`: the factors for the outputs of the original q | k | v."""
     factor = torch.ones(rows, dtype=torch.float64, device="cpu")
     factor[: spec.num_heads * spec.head_dim] = query_scale(spec.head_dim, spec.attention_scale)
     return factor
 
 
 def rotary_channels(spec: VisionSpec) -> torch.Tensor:
-    """`[head_dim]`: which channel of a head of q or k each of the kernels' channels is: rotary pairs are neighbours,
-    those that turn by the row come first."""
+    """`[head_dim]`: the original channel of a head of q or k for each of the kernels' channels.
+
+    Rotary pairs are adjacent, and pairs that rotate by the row come first.
+    """
     channels = torch.arange(spec.head_dim, device="cpu")
     if spec.rope_axial:
         return rearrange(channels, "(half two p) -> half (p two)", half=2, two=2).flip(0).flatten()
@@ -353,9 +355,9 @@ def rotary_channels(spec: VisionSpec) -> torch.Tensor:
 
 
 def rotary_rows(spec: VisionSpec) -> torch.Tensor:
-    """`[3 hidden]`: which of the original rows of q, k and v the kernels' rows are.
+    """`[3 hidden]`: the original row of q, k and v for each of the kernels' rows.
 
-    A rotary pair become neighbours, which does not change q . k; heads of k and v that are shared are repeated.
+    Rotary pairs become adjacent, which does not change q . k; shared heads of k and v are repeated.
     """
     kv_heads, d = spec.kv_heads or spec.num_heads, spec.head_dim
     order = torch.arange((spec.num_heads + 2 * kv_heads) * d, device="cpu")
@@ -366,7 +368,7 @@ def rotary_rows(spec: VisionSpec) -> torch.Tensor:
 
 
 def _rows(linear: LinearWeights, order: torch.Tensor) -> LinearWeights:
-    """`linear` with its rows in another order; every tensor our own."""
+    """`linear` with its rows in another order; all tensors are copies."""
     at = order.to(linear.weight.device)
     bias = None if linear.bias is None else linear.bias[at]
     colsum = None if linear.colsum is None else linear.colsum[at]
@@ -375,9 +377,9 @@ def _rows(linear: LinearWeights, order: torch.Tensor) -> LinearWeights:
 
 
 def _pitched(weight: torch.Tensor, own: bool = False) -> torch.Tensor:
-    """`weight` `[N, K]` with base and row pitch a multiple of 16 bytes; a padded copy only where they are not.
+    """`weight` `[N, K]`, or a padded copy if its base address or row pitch is not a multiple of 16 bytes.
 
-    `own` says that the tensor is ours and contiguous already.
+    `own` says that the tensor is already a contiguous copy.
     """
     aligned = weight.stride(-1) == 1 and weight.stride(0) == pitch_of(weight.stride(0), weight.dtype)
     if aligned and (own or weight.data_ptr() % ALIGNMENT == 0):

@@ -1,4 +1,4 @@
-"""What a vision tower is, in numbers: a frozen record that knows nothing of Hugging Face."""
+"""The dimensions and options of a vision tower as a frozen record, independent of Hugging Face."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -48,7 +48,7 @@ _EXPECTED: dict[Any, tuple[str, tuple[type, ...]]] = {  # by a field's type: in 
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """One vision transformer over flattened patches and `grid_thw`, or over padded images and positions of patches.
+    """A vision transformer over flattened patches and `grid_thw`, or over padded images and positions of patches.
 
     Attributes:
         depth: number of blocks.
@@ -61,41 +61,41 @@ class VisionSpec:
         temporal_patch_size: frames of a patch.
         in_channels: image channels.
         merge_size: patches on a side of a merged token.
-        activation: of the MLP, one of `ACTIVATIONS`.
-        glu_limit: bound of a gated MLP's two factors before they meet, in a downsampling merger too; 0 for none.
-        norm: of the blocks and the merger's input, "layer" (LayerNorm) or "rms" (RMSNorm, without a mean or a bias).
-        norm_eps: epsilon of these.
+        activation: activation of the MLP, one of `ACTIVATIONS`.
+        glu_limit: bound on the two factors of a gated MLP, also in a downsampling merger; 0 for none.
+        norm: norm of the blocks and of the merger's input: "layer" (LayerNorm) or "rms" (RMSNorm, no mean, no bias).
+        norm_eps: epsilon of these norms.
         merger_eps: epsilon of a downsampling merger's LayerNorm.
         rope_theta: base of the rotary frequencies.
-        rope_axial: each axis turns its own half of a head, columns the first: pairs are (i, i + head_dim / 4) within a
-            half. Else pairs are (i, i + head_dim / 2).
+        rope_axial: each axis rotates its own half of a head, columns the first half, with pairs (i, i + head_dim / 4)
+            within a half. Otherwise pairs are (i, i + head_dim / 2).
         attention_scale: factor of q . k before the softmax; 0 for `head_dim ** -0.5`.
         position_side: side of the learned square position table, 0 for none.
-        position_taps: entries of that table a position is made of: 4 (bilinear, aligned corners) or 16 (bicubic, half
-            pixels, as `F.grid_sample`). 2: there are two tables of `position_side` entries, of columns and of rows,
-            and a position is made of one entry of each.
+        position_taps: how many table entries are interpolated for a position: 4 (bilinear, aligned corners) or 16
+            (bicubic, half pixels, as `F.grid_sample`). With 2 there are two tables of `position_side` entries, for
+            columns and for rows, and a position is the sum of one entry of each.
         deepstack: blocks after which a deepstack merger reads the residual stream.
         kv_heads: heads of k and v, each shared by `num_heads / kv_heads` heads of q; 0 for as many as q has.
-        qk_norm: q and k are normalised, a head at a time, before they are turned.
-        v_norm: v is normalised likewise, without a weight.
+        qk_norm: q and k are normalised per head before they are rotated.
+        v_norm: v is normalised per head too, without a weight.
         sandwich: outputs of attention and MLP are normalised before they are added to the residual stream.
-        clipped: inputs and outputs of the blocks' linear layers are clamped, to bounds of each layer's own.
+        clipped: inputs and outputs of the blocks' linear layers are clamped to bounds of each layer.
         patch_norm: embedded patches are normalised before positions are added.
         window: merged tokens on a side of an attention window, 0 for whole frames.
-        full_attention: blocks that attend to whole frames all the same.
-        tail: "merger" (norm, merge, MLP) or "downsample" (norm, merge by a convolution, projection, gated MLP; the last
-            hidden state is the convolution's) or "norm" alone, without merged tokens, or "pool" (the mean of a merged
+        full_attention: blocks that attend to whole frames even if there are windows.
+        tail: "merger" (norm, merge, MLP), "downsample" (norm, merge by a convolution, projection, gated MLP; the
+            convolution gives the last hidden state), "norm" (a norm, no merged tokens) or "pool" (the mean of a merged
             token's patches, times `sqrt(hidden_size)`).
-        standardized: pooled tokens are shifted and scaled, a channel at a time.
+        standardized: pooled tokens are shifted and scaled per channel.
         merger_size: channels of a downsampling merger's MLP.
-        without_bias: which of `LINEARS` have none.
-        rows_only: pixels come as `[patches, patch_width]`; other towers view them as patches, whatever their shape.
-        padded: pixels come from 0 to 1 as `[images, patches, patch_width]`, which the tower takes to -1 to 1, and with
-            them the position (x, y) of each patch, (-1, -1) where there is none.
+        without_bias: which of `LINEARS` have no bias.
+        rows_only: pixels must be `[patches, patch_width]`; other towers accept any shape that can be viewed as patches.
+        padded: pixels are `[images, patches, patch_width]` from 0 to 1, which the tower maps to -1 to 1. A call also
+            has the position (x, y) of each patch, (-1, -1) for padding.
 
     Raises:
-        TypeError: a field of another type; the message names it.
-        ValueError: numbers that no tower has, alone or together; the message names them.
+        TypeError: a field has the wrong type; the message names it.
+        ValueError: a field, or a combination of fields, is not supported; the message names them.
     """
 
     depth: int
@@ -185,7 +185,7 @@ class VisionSpec:
         if wrong or len(set(blocks)) != len(blocks):
             raise ValueError(f"fusedvit: {name} must name distinct blocks of 0..{self.depth - 1}, got {list(blocks)}")
 
-    @cached_property  # asked while the GPU waits for its first launch
+    @cached_property  # read before a call's first launch, while the GPU is idle
     def patch_width(self) -> int:
         """Values of a flattened patch: channels, frames, rows, columns."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
@@ -197,7 +197,7 @@ class VisionSpec:
 
     @cached_property
     def norms_heads(self) -> bool:
-        """Whether heads are normalised in the epilogue of the product that makes q, k and v."""
+        """Whether the epilogue of the product for q, k and v normalises heads."""
         return self.qk_norm and self.head_dim == HEAD_WIDTH
 
     @cached_property
@@ -212,22 +212,22 @@ class VisionSpec:
 
     @property
     def gated(self) -> bool:
-        """The MLP's first layer makes two factors, of which the activation takes one (SwiGLU, GEGLU)."""
+        """Whether the MLP's first layer has two outputs, gate and up, that are multiplied (SwiGLU, GEGLU)."""
         return self.activation in ("swiglu", "geglu_tanh")
 
     @property
     def returns_hidden(self) -> bool:
-        """The residual stream after the last block is an output."""
+        """Whether the residual stream after the last block is an output."""
         return self.tail != "pool"
 
     @property
     def position_rows(self) -> int:
-        """Rows of the learned position table, or of both tables one above the other."""
+        """Rows of the learned position table, or of both tables concatenated."""
         return 2 * self.position_side if self.position_taps == 2 else self.position_side**2
 
     @property
     def merged_outputs(self) -> int:
-        """Output tensors with a row per merged token."""
+        """How many output tensors have a row per merged token."""
         if self.tail == "norm":
             return 0
         return 1 + len(self.deepstack) + (self.tail == "downsample")
@@ -238,7 +238,9 @@ class VisionSpec:
 
 
 def rope_frequencies(spec: VisionSpec, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """`theta^(-2i / (head_dim / 2))`, i < head_dim / 4, fp32: computed in fp32 whatever the tower's dtype is. What
-    Hugging Face's `inv_freq` holds, whatever its `shape`."""
+    """`theta^(-2i / (head_dim / 2))`, i < head_dim / 4, in fp32 for any dtype of the tower.
+
+    It is the content of Hugging Face's `inv_freq`. `shape` is not used.
+    """
     half = spec.head_dim // 2
     return 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half))

@@ -1,7 +1,7 @@
-"""The records that prepared weights are kept in: made by `prepare_weights.py`, read by the encoder.
+"""The records of prepared weights: built by `prepare_weights.py`, read by the encoder.
 
-What needs no change is a reference to the original parameter, which stays the truth and keeps its name; `own` names
-the fields of a record that are prepared copies.
+A tensor that needs no change refers to the original parameter, which stays authoritative. A record's field `own` names
+the fields that are prepared copies.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,33 +13,33 @@ import torch
 from fusedvit.kernels.tma import rows_behind
 
 TensorSource = Callable[[str], torch.Tensor]
-ALIGNMENT = 16  # bytes; what the copy engine asks of bases and row pitches
-UNFOLDED = (torch.float32, torch.float64)  # dtypes in which a LayerNorm is not folded into the product behind it
-BOX_ROWS = 64  # of a tensor that the copy engine brings at once; the fewest, of which others are multiples
-LINE = 128  # bytes: a copy of 128 bytes that straddles two lines of the cache costs the GPU two requests
+ALIGNMENT = 16  # bytes; TMA's alignment of base addresses and row pitches
+UNFOLDED = (torch.float32, torch.float64)  # dtypes in which a LayerNorm is not folded into the product after it
+BOX_ROWS = 64  # rows of the smallest box that TMA copies; other boxes have a multiple of it
+LINE = 128  # bytes of a cache line: a copy of 128 bytes that straddles two lines costs the GPU two requests
 
 
 def pitch_of(cols: int, dtype: torch.dtype) -> int:
-    """Columns from row to row so that rows start at multiples of 16 bytes."""
+    """Columns from row to row, so that rows start at multiples of 16 bytes."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     return -(-cols // step) * step
 
 
 def row_pitch(cols: int, dtype: torch.dtype) -> int:
-    """Columns from row to row: as `pitch_of`, and rows of many lines start at a line's start."""
+    """Columns from row to row: as `pitch_of`, but rows of at least 16 cache lines start at a line."""
     line = LINE // dtype.itemsize
     return -(-cols // line) * line if cols >= 16 * line else pitch_of(cols, dtype)
 
 
 def in_lines(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of `weight` `[N, K]` for the copy engine: rows `row_pitch` apart, and memory behind them for whole boxes
-    of `BOX_ROWS`, as boxes past the last row take it longer (`kernels.descriptor.rows_behind`)."""
+    """A copy of `weight` `[N, K]` laid out for TMA: rows `row_pitch` apart, and memory after them for whole boxes of
+    `BOX_ROWS` rows, as TMA is slower for boxes that exceed the tensor (`kernels.tma.rows_behind`)."""
     n, k = weight.shape
     return weight.new_zeros(-(-n // BOX_ROWS) * BOX_ROWS, row_pitch(k, weight.dtype))[:n, :k].copy_(weight)
 
 
 def lies_in_lines(weight: torch.Tensor, own: bool) -> bool:
-    """Whether it lies as `in_lines` lays it out; of rows behind the last that is asked of `own` copies alone."""
+    """Whether `weight` is laid out as by `in_lines`; rows after the last are only required of `own` copies."""
     n, k = weight.shape
     whole = not own or rows_behind(weight, BOX_ROWS) % BOX_ROWS == 0
     return weight.stride(0) == row_pitch(k, weight.dtype) and whole
@@ -47,10 +47,10 @@ def lies_in_lines(weight: torch.Tensor, own: bool) -> bool:
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """`weight` `[N, K]`, `bias` `[N]` or None; `colsum` `[N]` fp32 where a LayerNorm was folded in; `norm` where one
-    comes before it and was not.
+    """A linear layer: `weight` `[N, K]`, and `bias` `[N]` or None.
 
-    Rows of a gated MLP's first layer are gate and up interleaved.
+    `colsum` `[N]` fp32 is set if a LayerNorm was folded in; `norm` is set if the norm before the layer was not folded.
+    In a gated MLP's first layer, rows of gate and up are interleaved.
     """
 
     weight: torch.Tensor
@@ -62,7 +62,7 @@ class LinearWeights:
 
 @dataclass(frozen=True)
 class NormWeights:
-    """`weight` `[C]`; `bias` `[C]`, None for an RMSNorm."""
+    """A norm: `weight` `[C]`, and `bias` `[C]` or None for an RMSNorm."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -76,8 +76,7 @@ CLIPPED = ("x", "q", "k", "v", "context", "proj", "mlp_x", "gate", "up", "inner"
 class SandwichWeights:
     """The norms of a block with norms before and after attention and MLP; none of them is folded.
 
-    `clips` `[11, 2]` fp32: least and largest value of what `CLIPPED` names, in its order; None for a block that clamps
-    nothing.
+    `clips` `[11, 2]` fp32 holds the least and largest value of each tensor in `CLIPPED`; None if nothing is clamped.
     """
 
     norm1: NormWeights
@@ -88,7 +87,7 @@ class SandwichWeights:
     own: tuple[str, ...] = ("clips",)
 
     def clip(self, first: str, last: str = "") -> torch.Tensor | None:
-        """The bounds `[2]` of `first`, or `[n, 2]` of those from `first` to `last`; None where nothing is clamped."""
+        """The bounds `[2]` of `first`, or `[n, 2]` of tensors from `first` to `last`; None if nothing is clamped."""
         if self.clips is None:
             return None
         i = CLIPPED.index(first)
@@ -97,8 +96,12 @@ class SandwichWeights:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """A block. What makes q scales it by `kernels.attention.query_scale`: `qkv`, or the norms of q and k if there are
-    any, `qk_norm` `[2, head_dim]`, fp32 or wider, pairs made neighbours; with ones for v `[3, head_dim]`."""
+    """The weights of a block.
+
+    `qk_norm` `[2, head_dim]`, fp32 or wider, holds the norm weights of q and k with rotary pairs adjacent; it is
+    `[3, head_dim]` with ones for v if v is normalised. q is scaled by `kernels.attention.query_scale`, which is folded
+    into `qk_norm` if there is one, else into `qkv`.
+    """
 
     qkv: LinearWeights
     proj: LinearWeights
@@ -111,7 +114,7 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class MergerWeights:
-    """A merger; `norm` is None where it was folded into `fc1`."""
+    """The weights of a merger; `norm` is None if it belongs to `fc1`, folded or not."""
 
     norm: NormWeights | None
     fc1: LinearWeights
@@ -120,7 +123,7 @@ class MergerWeights:
 
 @dataclass(frozen=True)
 class DownsampleWeights:
-    """A downsampling merger; the convolution is a product over `merge_unit` tokens side by side."""
+    """The weights of a downsampling merger; its convolution is a product over `merge_unit` tokens side by side."""
 
     norm: NormWeights
     downsample: LinearWeights
@@ -132,7 +135,7 @@ class DownsampleWeights:
 
 @dataclass(frozen=True)
 class PoolWeights:
-    """What standardises pooled tokens, `[hidden]` fp32 or wider each: (x - bias) * scale; None if nothing does."""
+    """Standardises pooled tokens by (x - bias) * scale, each `[hidden]` in fp32 or wider; None if they are not."""
 
     bias: torch.Tensor | None = None
     scale: torch.Tensor | None = None
@@ -141,10 +144,10 @@ class PoolWeights:
 
 @dataclass(frozen=True)
 class EncoderWeights:
-    """All of a tower. `position` is `[position_rows, hidden]` or None; `inv_freq` `[head_dim / 4]` fp32.
+    """All weights of a tower. `position` is `[position_rows, hidden]` or None; `inv_freq` is `[head_dim / 4]` fp32.
 
-    `byte_patch` and `still_patch` are the patch embedding for centred bytes, of all frames and of still images, where
-    somebody brings them: see `prepare_weights`.
+    `byte_patch` and `still_patch` are the patch embedding for centred bytes, of all frames and of still images. They
+    are None unless calls bring such bytes: see `prepare_weights`.
     """
 
     patch: LinearWeights
@@ -159,20 +162,24 @@ class EncoderWeights:
     still_patch: LinearWeights | None = None
 
     def patches(self) -> tuple[LinearWeights | None, ...]:
-        """The patch embedding of each kind of pixels (`kernels.load_inputs.KINDS`); None where nobody brings any."""
+        """The patch embedding of each kind of pixels (`kernels.load_inputs.KINDS`); None for unused kinds."""
         return self.patch, self.byte_patch, self.still_patch
 
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of every tensor: what captured launches hold."""
+        """The addresses of all tensors, which captured launches hold."""
         return tuple(tensor.data_ptr() for tensor, _ in _tensors(self))
 
     def borrowed(self) -> tuple[torch.Tensor, ...]:
-        """Tensors in the memory of the tower's parameters, which others may move or free."""
+        """Tensors in the memory of the tower's parameters, which other code may move or free."""
         return tuple(tensor for tensor, own in _tensors(self) if not own)
 
     def lent(self, addresses: Iterable[int], parameters: Mapping[int, torch.Tensor]) -> "EncoderWeights":
-        """These weights, with what is borrowed taken from `parameters` by the address that it had, one after another
-        as `borrowed` lists them: parameters have moved since."""
+        """These weights with borrowed tensors replaced, after parameters have moved.
+
+        Args:
+            addresses: the old address of each tensor, in the order of `borrowed`.
+            parameters: old address -> parameter.
+        """
         left = iter(addresses)
 
         def taken(old: torch.Tensor) -> torch.Tensor:
@@ -183,7 +190,7 @@ class EncoderWeights:
         return found
 
     def copies(self) -> tuple[torch.Tensor, ...]:
-        """Prepared copies, each as all of its memory, flat: rows of some lie apart."""
+        """Prepared copies, each as a flat view of its whole storage, as rows may have gaps between them."""
         found = {t.untyped_storage().data_ptr(): t for t, own in _tensors(self) if own}
         return tuple(t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0) for t in found.values())
 
@@ -193,14 +200,14 @@ class EncoderWeights:
 
 
 def layout_of(record: Any) -> Any:
-    """What decides which kernels run on a record's tensors: equal for records that launch the same."""
+    """The properties of a record's tensors that decide which kernels run; equal for records with equal launches."""
     if isinstance(record, torch.Tensor):
         return record.dtype, record.shape, record.stride(), record.data_ptr() % ALIGNMENT
     return tuple(layout_of(getattr(record, f.name)) for f in fields(record)) if is_dataclass(record) else record
 
 
 def rewrite(old: Any, new: Any) -> Any:
-    """`new`, a record of weights, with its prepared copies living in `old`'s memory where they fit."""
+    """`new`, a record of weights, with its prepared copies written into `old`'s memory where they fit."""
     if isinstance(new, tuple):
         return tuple(rewrite(o, n) for o, n in zip(old, new, strict=True))
     if not is_dataclass(new) or isinstance(new, type) or type(old) is not type(new):

@@ -28,7 +28,7 @@ def to_hugging_face(
     outputs: EncoderOutputs,
     call: tuple[Any, Any, dict[str, Any]],
 ) -> Any:
-    """What `original.forward` returns, from its own module, or a tuple for `return_dict=False`.
+    """The record that `original.forward` returns, of the class in its module, or a tuple for `return_dict=False`.
 
     Args:
         original: the tower's class in transformers.
@@ -38,7 +38,7 @@ def to_hugging_face(
     record = _record(original, handle, outputs)
     for name, given in asked_for(tower, rules_of(tower), arguments):
         if name != HIDDEN_STATES:
-            record[name] = ()  # what Hugging Face records where no module gives any; any other call fell back
+            record[name] = ()  # as Hugging Face records if no module gives any; other calls have fallen back
         elif given:
             record = with_lazy_hidden_states(record, _hidden_states(original, tower, handle, call, record))
     wants_dict = arguments.get("return_dict", getattr(tower.config, "return_dict", True))
@@ -46,8 +46,8 @@ def to_hugging_face(
 
 
 def side_by_side(outputs: EncoderOutputs, spec: VisionSpec) -> torch.Tensor:
-    """What serving engines hand to a language model: `[tokens, (1 + n) * out]`, n the deepstack features by block; of a
-    tower without mergers its last hidden states."""
+    """The embeddings that serving engines give to a language model: `[tokens, (1 + n) * out]`, with n deepstack
+    features in the order of their blocks; for a tower without mergers, its last hidden states."""
     if not spec.merged_outputs:
         return outputs.hidden
     features = outputs.deepstack_by_block(spec)
@@ -66,7 +66,7 @@ def _record(original: type, handle: FusedEncoder, outputs: EncoderOutputs) -> An
 
 @functools.cache
 def _record_class(original: Any, names: str | tuple[str, ...]) -> str:
-    """Of several names of records the one that the tower's own code mentions."""
+    """The name of the output record's class; of several `names`, the one that the tower's own code mentions."""
     if isinstance(names, str):
         return names
     named = inspect.unwrap(original.forward).__code__.co_names
@@ -76,7 +76,7 @@ def _record_class(original: Any, names: str | tuple[str, ...]) -> str:
 def _hidden_states(
     original: Any, tower: nn.Module, handle: FusedEncoder, call: tuple[Any, Any, dict[str, Any]], record: Any
 ) -> HiddenStates:
-    """How to compute what the call that gave `record` asked for, in the dtypes that it would have had."""
+    """How to compute later the hidden states that a call asked for, in the dtypes that they would have had."""
     pixels, grid, arguments = call
     device = handle.weights.first_parameter().device
     inputs = (
@@ -87,13 +87,13 @@ def _hidden_states(
     selection = _selection(tower, arguments)
     asked = dict(arguments) | {f"output_{HIDDEN_STATES}": selection, "return_dict": True}
     taken = pixels
-    if isinstance(pixels, BytePixels) and not handle.spec.padded:  # as the call took them: casts were left undone
+    if isinstance(pixels, BytePixels) and not handle.spec.padded:  # bytes as the call took them, without pending casts
         taken = BytePixels.mark(pixels.unmarked(), pixels.normalization, pixels.still)
 
     def run() -> Any:
         return original.forward(tower, *for_original(tower, taken, rows, handle.spec.padded), **asked)
 
-    # As the original call would: capturing before any hook that is registered from now on.
+    # As in the original call, transformers' capturing hooks come before any hook that is registered from now on.
     sys.modules[_CAPTURING].maybe_install_capturing_hooks(tower)
     selected = _resolves_indices() and not isinstance(selection, bool)
     changed = _changed_since_now(tower, handle, selected)
@@ -103,16 +103,16 @@ def _hidden_states(
 
 
 def _count(tower: nn.Module) -> int | None:
-    """How many hidden states transformers records of a tower: its blocks' answers, and the first one's input."""
+    """How many hidden states transformers records for a tower: each block's output, and the first block's input."""
     recorded: Any = (getattr(tower, "_can_record_outputs", None) or {}).get(HIDDEN_STATES)
     return 1 + sum(isinstance(m, recorded) for m in tower.modules()) if isinstance(recorded, type) else None
 
 
 def _selection(tower: nn.Module, arguments: dict[str, Any]) -> Any:
-    """Which hidden states a call asks for: a flag, an index, or a list of indices that the caller does not hold."""
+    """Which hidden states a call asks for: a flag, an index, or a list of indices, copied from the caller's."""
     name = f"output_{HIDDEN_STATES}"
     given = arguments.get(name, getattr(tower.config, name, True))
-    # Older releases of transformers take any other object that can be iterated for a flag.
+    # Older releases of transformers treat any other iterable as a flag.
     selects = isinstance(given, list | tuple | set) or (_resolves_indices() and isinstance(given, Iterable))
     return list(given) if selects else given
 
@@ -123,7 +123,7 @@ def _resolves_indices() -> bool:
 
 
 def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[], str]:
-    """A question to ask later: what of the tower has changed since; "" for nothing.
+    """A function to call later: it says what about the tower has changed since now, "" for nothing.
 
     Args:
         selected: hidden states are selected by indices, which transformers resolves by the config.
@@ -147,8 +147,10 @@ def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -
 
 
 def _options_of_capturing(tower: nn.Module, selected: bool) -> dict[str, Any]:
-    """What transformers' output capturing reads of the tower's config beside `output_<name>` and `return_dict`, which
-    the run is given. No code of the tower mentions these, so change detection does not compare them.
+    """Options of the tower's config that transformers' output capturing reads.
+
+    The tower's own code does not mention them, so change detection does not compare them. `output_<name>` and
+    `return_dict` are left out, as the run gets them as arguments.
     """
     names = ["tie_last_hidden_states"]
     if selected:

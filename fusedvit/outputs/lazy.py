@@ -1,8 +1,8 @@
 """Output records whose hidden states are computed when they are first read.
 
-Embedding models ask for `output_hidden_states` of every tower that they hold and read those of the language model. The
-fused encoder keeps no hidden states, so the record that it returns runs the tower's original code if somebody reads
-them. The record is an instance of Hugging Face's class, and becomes a plain one of it when they are read or replaced.
+Embedding models ask every tower for `output_hidden_states`, but read only those of the language model. The fused
+encoder keeps no hidden states, so reading them from its record runs the tower's original code. The record's class is a
+subclass of Hugging Face's, and becomes Hugging Face's own when hidden states are read or replaced.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from fusedvit.outputs.unread import CannotRead, Hidden, Source, UnreadStates
 
 HIDDEN_STATES = "hidden_states"
 _PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed: its `UnreadStates`
-# Packages that read every field of a record to search it or to copy it: they get the hidden states unread.
+# Packages that read every field of a record to search or copy it: they get hidden states that are still unread.
 _WALKING = ("torch.distributed", "torch.nn.parallel", "dataclasses", "accelerate", "deepspeed")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative error in the 2-norm; of other dtypes:
+_CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # limit of the relative error in the 2-norm; for other dtypes:
 _CLOSE_OF_HALF = 0.1
 _CHANGED = "fusedvit: hidden_states of {} cannot be computed any more: {} since the call that asked for them ({})"
 _BREAKS = "fusedvit computes hidden states when they are first read, between graphs: read them before fullgraph=True"
@@ -36,14 +36,14 @@ _ADVICE = "read them before that, or ask for them in a call of their own"
 
 @dataclass(frozen=True)
 class TensorState:
-    """A tensor as it is at one moment.
+    """The state of a tensor at one moment.
 
     Attributes:
-        tensor: itself.
+        tensor: the tensor.
         layout: its address, shape, strides and dtype.
-        version: of its content; None for an inference tensor, which has none.
-        checksums: of the bits of its rows and of its columns, on its device, or a copy of few integers: they find
-            writes past the version. Nothing waits for them until they are compared.
+        version: the version of its content; None for an inference tensor, which has no version.
+        checksums: sums of its bits by row and by column, on its device; for integers, a copy. They reveal writes that
+            bypass the version. Nothing waits for them until they are compared.
     """
 
     tensor: torch.Tensor
@@ -72,7 +72,7 @@ def _checksums(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not t.is_floating_point():
             return (t.detach().clone(),)
         bits = t.detach().resolve_neg().view(_INTEGERS[t.element_size()])
-        columns = tuple(range(bits.ndim - 1))  # a row's sum is the same in any order
+        columns = tuple(range(bits.ndim - 1))  # sums of rows alone would not notice values swapped within a row
         return (bits.sum(-1), bits.sum(columns)) if columns else (bits.clone(),)
 
 
@@ -81,10 +81,10 @@ class Ambient:
     """PyTorch's ambient state that the result of a call depends on.
 
     Attributes:
-        inference: inference mode, whose tensors autograd does not take.
-        dtype: the default one.
-        device: of `with torch.device(…)` or `torch.set_default_device`; None for neither.
-        autocast: the device type, and the dtype that it casts to; None where nothing autocasts.
+        inference: whether inference mode is on; autograd does not accept its tensors.
+        dtype: the default dtype.
+        device: the device set by `with torch.device(…)` or `torch.set_default_device`; None for neither.
+        autocast: the device type, and the dtype that autocast uses on it, None if autocast is off.
     """
 
     inference: bool
@@ -94,7 +94,7 @@ class Ambient:
 
     @staticmethod
     def now(device_type: str) -> "Ambient":
-        """That of the caller, for computing on devices of this type."""
+        """The caller's state, for computing on devices of type `device_type`."""
         modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
         device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
         cast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -102,7 +102,7 @@ class Ambient:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Within, it is as it was, and no mode sees what is done: none did when it was taken."""
+        """A context in which this state is set and no function or dispatch mode is active, as in the original call."""
         device_type, cast = self.autocast
         dtype = torch.get_default_dtype()
         with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ class Ambient:
             stack.enter_context(torch.autocast(device_type, cast, enabled=cast is not None))
             if self.device is not None:
                 stack.enter_context(self.device)
-            if dtype != self.dtype:  # the process's: other threads see it
+            if dtype != self.dtype:  # set only if needed, as the default dtype is shared with other threads
                 torch.set_default_dtype(self.dtype)
                 stack.callback(torch.set_default_dtype, dtype)
             yield
@@ -126,12 +126,12 @@ class HiddenStates:
 
     Attributes:
         tower: name of the tower's class, for messages.
-        run: the tower's original code on the call's input: gives Hugging Face's record.
-        inputs: pixels and grid as they were.
-        ambient: what the call ran in.
-        changed: what of the tower has changed since the call, for messages; "" for nothing.
-        last: the call's last hidden state and its version: what `run` must give again.
-        count: how many there are; None where the call selects some.
+        run: runs the tower's original code on the call's input and returns Hugging Face's record.
+        inputs: the state of pixels and grid at the call.
+        ambient: PyTorch's ambient state at the call.
+        changed: returns what about the tower has changed since the call, for messages; "" for nothing.
+        last: the call's last hidden state, which `run` must reproduce, and its version.
+        count: how many hidden states there are; None if the call selects some.
     """
 
     tower: str
@@ -146,7 +146,7 @@ class HiddenStates:
         """The hidden states.
 
         Raises:
-            CannotRead: the input or the tower has changed since the call, or a tracer would record what is computed.
+            CannotRead: the input or the tower has changed since the call, or a tracer would record the computation.
         """
         tracer = _tracing()
         if tracer:
@@ -163,22 +163,22 @@ class HiddenStates:
         found = self.run()
         last, version = self.last
         hidden: Hidden = found.hidden_states
-        if version is None or version_of(last) != version:  # written to by the caller, or no telling
+        if version is None or version_of(last) != version:  # `last` was written to, or has no version to tell
             return hidden
         if not _close(last, found.last_hidden_state):
             raise _cannot_read(self.tower, "its input or the tower have changed")
         if hidden and hidden[-1] is found.last_hidden_state:
-            hidden = (*hidden[:-1], last)  # one tensor, as in Hugging Face's record
+            hidden = (*hidden[:-1], last)  # the same tensor object, as in Hugging Face's record
         return hidden
 
 
 def _tracing() -> str:
-    """What records the operations of now and cannot be left for some of them; "" for nothing."""
+    """The tracer that records operations now and cannot be suspended; "" if there is none."""
     if torch.jit.is_tracing():
         return "torch.jit.trace"
     if torch.compiler.is_compiling():
         return "torch.export"
-    if torch.fx._symbolic_trace._is_fx_tracing_flag:  # the function that tells this warns
+    if torch.fx._symbolic_trace._is_fx_tracing_flag:  # the public function for this emits a warning
         return "torch.fx or make_fx"
     functorch: Any = torch._C._functorch
     transforms = functorch.get_interpreter_stack() or ()
@@ -199,7 +199,7 @@ def _close(ours: torch.Tensor, ref: torch.Tensor) -> bool:
 
 
 def with_lazy_hidden_states(record: Any, hidden: HiddenStates) -> Any:
-    """`record`, a fresh output record of Hugging Face's, with hidden states that are yet to be computed."""
+    """`record`, a new output record of Hugging Face's, with hidden states that are computed when first read."""
     like = hidden.last[0].detach().new_empty(0)
     uniform = hidden.ambient.autocast[1] is None
     return _become_lazy(record, UnreadStates.of(Source(hidden.compute, hidden.count, like, uniform)))
@@ -215,20 +215,21 @@ def _become_lazy(record: Any, unread: UnreadStates) -> Any:
 
 
 class _Incomplete:
-    """What a record does until its hidden states are there; it comes before Hugging Face's class among the bases.
+    """The behaviour of a record without computed hidden states; it precedes Hugging Face's class among the bases.
 
-    Reading, replacing or copying them makes the record a plain one; anything else leaves them uncomputed, also code of
-    `_WALKING` that reads every field: where they cannot be computed any more, that is no reason for it to fail. Code
-    that `torch.compile` compiles gets them computed, between two graphs: it guards what it sees, and sees nothing
-    unread.
+    Reading, replacing or copying hidden states makes the record a plain one. Anything else leaves them uncomputed, and
+    so does code of `_WALKING` that reads every field: it must not fail if they cannot be computed any more. For code
+    that `torch.compile` compiles, they are computed between two graphs: Dynamo guards on values, and must not see
+    unread ones.
     """
 
     __slots__ = ()
     _fusedvit_plain: Any
-    _fusedvit_uncompiled: Callable[..., Any]  # calls a function outside of what is compiled
+    _fusedvit_uncompiled: Callable[..., Any]  # calls a function outside compiled code
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Of a record built anew from its class, as `torch.utils._pytree` does: complete, or with what is unread."""
+        """Initialises a record that is rebuilt from its class, as `torch.utils._pytree` does, with hidden states that
+        may still be unread."""
         if torch.compiler.is_dynamo_compiling():
             self._fusedvit_uncompiled(_Incomplete.__init__, self, *args, **kwargs)
             return
@@ -310,27 +311,27 @@ for _name in ("copy", "popitem", "__reduce__", "__reduce_ex__", "__eq__", "__ne_
 
 
 def _complete(record: Any) -> Any:
-    """`record` with its hidden states, a plain one from now on.
+    """Computes the hidden states of `record`, which becomes a plain record, and returns it.
 
     Raises:
-        CannotRead: they cannot be computed any more.
+        CannotRead: the hidden states cannot be computed any more.
     """
     pending: UnreadStates | None = record.__dict__.get(_PENDING)
     if pending is not None:
         hidden = pending.read()
-        if _PENDING in record.__dict__:  # else somebody has replaced them meanwhile
+        if _PENDING in record.__dict__:  # otherwise another thread has replaced them meanwhile
             record[HIDDEN_STATES] = hidden
     return record
 
 
 def _completed(record: Any) -> dict[str, Any]:
-    """All that it has, hidden states too. Raises CannotRead, as `_complete`."""
+    """All fields of `record` by name, with computed hidden states. Raises CannotRead, as `_complete`."""
     complete = _complete(record)
     return {name: dict.__getitem__(complete, name) for name in OrderedDict.keys(complete)}
 
 
 def _read(record: Any) -> Any:
-    """Its hidden states; unread where the reader searches."""
+    """The hidden states of `record`; left unread if the reader is one of `_WALKING`."""
     if torch.compiler.is_dynamo_compiling():
         return record._fusedvit_uncompiled(_completed, record)[HIDDEN_STATES]
     pending = record.__dict__.get(_PENDING)
@@ -340,7 +341,7 @@ def _read(record: Any) -> Any:
 
 
 def _reader() -> str:
-    """The module that reads a record."""
+    """The name of the module that reads a record: the first caller outside this module."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back
@@ -355,7 +356,7 @@ def _replaced(record: Any, value: Any) -> None:
 
 
 def _replace(record: Any, value: Any) -> None:
-    """Puts `value` in place of the hidden states: what is unread, perhaps converted, leaves the record incomplete."""
+    """Sets the hidden states to `value`. If `value` is unread, perhaps converted, the record stays incomplete."""
     if isinstance(value, UnreadStates) and value.unread():
         record.__dict__[_PENDING] = value
     else:
@@ -365,8 +366,8 @@ def _replace(record: Any, value: Any) -> None:
 
 
 def _become_plain(record: Any) -> Any:
-    """Gives a record Hugging Face's own class. The class comes first, as an interrupt may land between: a record that
-    was still incomplete, but no longer knew how to compute its hidden states, could never be completed."""
+    """Gives a record Hugging Face's own class. The class is set first, as an interrupt may arrive in between: an
+    incomplete record that has lost its `_PENDING` entry could never be completed."""
     object.__setattr__(record, "__class__", record._fusedvit_plain)
     record.__dict__.pop(_PENDING, None)
     return record
@@ -374,9 +375,9 @@ def _become_plain(record: Any) -> Any:
 
 @functools.cache
 def _lazy_class(plain: Any) -> Any:
-    """The subclass of an output class `plain` that its incomplete records have, under the same name."""
+    """The subclass of the output class `plain` for incomplete records, under the same name."""
     body = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    outside = staticmethod(torch.compiler.disable(_call, reason=_BREAKS))  # not above: it takes long to import
+    outside = staticmethod(torch.compiler.disable(_call, reason=_BREAKS))  # not at import, which it would slow down
     return type(
         plain.__name__, (_Incomplete, plain), body | {"_fusedvit_plain": plain, "_fusedvit_uncompiled": outside}
     )

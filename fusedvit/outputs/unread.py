@@ -1,8 +1,8 @@
-"""Hidden states that nobody has read yet: a tuple, and its tensors, that are computed when their content is asked for.
+"""Unread hidden states: a tuple of tensors that are computed when their content is first needed.
 
 Hugging Face's and PyTorch's own code walks over outputs: it makes tuples of records, maps them, and searches them for
-tensors that want gradients. All of that is answered without computing: `requires_grad`, dtype and device are known, and
-casts and moves are left to be done later. Everything else sees the hidden states themselves.
+tensors that require gradients. All of that works without computing: `requires_grad`, dtype and device are known, and
+casts and moves are deferred. Any other operation gets the computed hidden states.
 """
 
 import threading
@@ -23,20 +23,21 @@ _CONVERSIONS = {_T.to, _T.cpu, _T.cuda, _T.float, _T.double, _T.half, _T.bfloat1
 
 
 class CannotRead(RuntimeError):
-    """What hidden states are computed from has changed since the call that asked for them."""
+    """Hidden states cannot be computed: their input or tower has changed since the call, or a tracer is active."""
 
 
 class Source:
     """The hidden states of one call, computed once.
 
     Attributes:
-        count: how many there are; None where the call selects some.
+        count: how many there are; None if the call selects some.
         like: an empty tensor of their dtype and device.
-        uniform: all of them have these; under autocast they may not.
+        uniform: whether all of them have this dtype and device; under autocast they may not.
     """
 
     def __init__(self, compute: Callable[[], Hidden], count: int | None, like: torch.Tensor, uniform: bool) -> None:
-        """`compute` gives them, or raises `CannotRead`; it and what it holds, the tower for one, are let go then."""
+        """`compute` returns the hidden states or raises `CannotRead`. It is dropped once it has returned, as it keeps
+        the tower alive."""
         self.count, self.like, self.uniform = count, like, uniform
         self._compute: Callable[[], Hidden] | None = compute
         self._lock = threading.Lock()
@@ -49,13 +50,13 @@ class Source:
         Raises:
             CannotRead: they cannot be computed any more.
         """
-        with self._lock:  # two readers compute them once
+        with self._lock:  # so that two readers compute them only once
             first = self._hidden is None
             if self._hidden is None:
                 assert self._compute is not None, "what computes them is let go when it has"
                 self._hidden, self._compute = self._compute(), None
             hidden = self._hidden
-        if first:  # what was converted must not see what readers write from now on
+        if first:  # deferred conversions run now, so that later writes by readers do not show in them
             converted, self._converted = self._converted, []
             for reference in converted:
                 tensor = reference()
@@ -64,16 +65,16 @@ class Source:
         return hidden
 
     def unread(self) -> bool:
-        """Whether nobody has read them yet."""
+        """Whether the hidden states have not been computed yet."""
         return self._hidden is None
 
     def will_convert(self, tensor: "UnreadTensor") -> None:
-        """`tensor` is a conversion that is to be done when the hidden states are read."""
+        """Registers `tensor`, a deferred conversion, to be computed when the hidden states are read."""
         self._converted.append(weakref.ref(tensor))
 
 
 class UnreadTensor(torch.Tensor):
-    """One of the hidden states, perhaps converted: whatever asks for its shape or content computes it."""
+    """One of the hidden states, perhaps converted; it is computed when its shape or content is needed."""
 
     _source: Source
     _index: int | None
@@ -84,7 +85,7 @@ class UnreadTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, source: Source, index: int | None, like: torch.Tensor) -> "UnreadTensor":
-        """The one at `index`; None for those of a source that does not know how many it has."""
+        """The hidden state at `index`; None stands for all of a source that does not know how many it has."""
         self: UnreadTensor = torch.Tensor._make_wrapper_subclass(
             cls, (0,), dtype=like.dtype, device=like.device, dispatch_sizes_strides_policy="sizes"
         )
@@ -93,11 +94,11 @@ class UnreadTensor(torch.Tensor):
         return self
 
     def read(self) -> torch.Tensor:
-        """The tensor.
+        """The computed tensor.
 
         Raises:
             CannotRead: it cannot be computed any more.
-            RuntimeError: transformers has recorded another number of hidden states than it records of such towers.
+            RuntimeError: transformers recorded another number of hidden states than expected for such a tower.
         """
         if self._value is None:
             if self._before is not None and self._conversion is not None:
@@ -115,7 +116,7 @@ class UnreadTensor(torch.Tensor):
         return found
 
     def converted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "UnreadTensor":
-        """This tensor after a cast or a move, which is done when it is read."""
+        """This tensor after a cast or a move, which is deferred until the tensor is read."""
         like = function(self._like, *args, **kwargs)
         if like is self._like:
             return self
@@ -125,7 +126,7 @@ class UnreadTensor(torch.Tensor):
         return found
 
     def is_of(self, other: "UnreadTensor") -> bool:
-        """Whether it has been converted as `other` has."""
+        """Whether this tensor has the source and conversions of `other`."""
         if self._source is not other._source or self._conversion != other._conversion:
             return False
         if self._before is None or other._before is None:
@@ -157,7 +158,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def read(value: Any) -> Any:
-    """`value`, an argument of a function, with all hidden states in it read."""
+    """`value`, a function's argument, with all unread hidden states in it replaced by computed ones."""
     if isinstance(value, UnreadTensor | UnreadStates):
         return value.read()
     if type(value) in (list, tuple):
@@ -166,10 +167,10 @@ def read(value: Any) -> Any:
 
 
 class UnreadStates(tuple[Any, ...]):
-    """The tuple of hidden states. Who walks over it, C code too, finds tensors that are computed when they are used.
+    """The tuple of hidden states. Code that iterates over it, C code too, gets tensors that are computed on use.
 
-    Made from tensors of another one, all in their places and converted alike, it is another one; made from anything
-    else it is a plain tuple.
+    The constructor returns an `UnreadStates` only if the items are all the unread tensors of one source, in order and
+    with equal conversions; otherwise it returns a plain tuple.
     """
 
     _source: Source
@@ -189,17 +190,17 @@ class UnreadStates(tuple[Any, ...]):
 
     @staticmethod
     def of(source: Source) -> "UnreadStates":
-        """Those of `source`, unconverted."""
+        """The hidden states of `source`, unconverted."""
         indices = [None] if source.count is None else range(source.count)
         found: UnreadStates = UnreadStates(UnreadTensor(source, index, source.like) for index in indices)
         return found
 
     def tensors(self) -> tuple[UnreadTensor, ...]:
-        """What C code finds in it."""
+        """The unread tensors, as C code finds them in the tuple."""
         return tuple(tuple.__iter__(self))
 
     def unread(self) -> bool:
-        """Whether nobody has read them yet."""
+        """Whether the hidden states have not been computed yet."""
         return self._source.unread()
 
     def read(self) -> Hidden:
@@ -214,7 +215,7 @@ class UnreadStates(tuple[Any, ...]):
         return tuple(tensor.read() for tensor in tensors)
 
     def walked(self) -> tuple[Any, ...]:
-        """For code that searches outputs for tensors: each is computed, or says that it cannot be, when it is used."""
+        """The items for code that searches outputs for tensors: each is computed, or raises `CannotRead`, on use."""
         if self.unread() and self._source.count is not None:
             return self.tensors()
         try:

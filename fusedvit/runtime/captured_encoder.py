@@ -1,4 +1,4 @@
-"""The encoder as a graph manager captures it: static buffers shared by all token budgets, and one run per budget.
+"""The encoder as the graph manager captures it: static buffers shared by all token budgets, and one run per budget.
 
 Budgets count merged tokens; buffers count patch tokens.
 """
@@ -33,15 +33,15 @@ logger = logging.getLogger("fusedvit")
 
 Rows = tuple[tuple[int, int, int], ...]
 SMALLEST_BUDGET, LARGEST_BUDGET = 64, 16384  # merged tokens
-SHARE_OF_FREE_MEMORY = 0.1  # that static buffers may take
-GRAPH_BYTES = 5 * 2**17  # of a captured graph: 0.52 to 0.6 MiB on an H100, of 27 blocks
+SHARE_OF_FREE_MEMORY = 0.1  # upper limit for static buffers
+GRAPH_BYTES = 5 * 2**17  # estimate for one captured graph: 0.52 to 0.6 MiB on an H100 for 27 blocks
 GRIDS_KEPT = 512
-MAX_GRID_ROWS = 2**16  # of all kept grids: 768 KiB
+MAX_GRID_ROWS = 2**16  # rows of all kept grids together: 768 KiB
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
 
 
 class _Parts(dict[int, EncoderBuffers]):
-    """The static buffers as each budget sees them, made when that is first asked for."""
+    """Budget -> the static buffers as that budget sees them, created at the first access."""
 
     def __init__(self, of: Callable[[int], EncoderBuffers]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Parts(dict[int, EncoderBuffers]):
 
 
 class CapturedEncoder:
-    """Implements `graphs.manager.Program`: the static buffers, what is captured, and how content gets in and out."""
+    """Implements `graphs.manager.Program`: static buffers, the captured run, loading inputs and storing outputs."""
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class CapturedEncoder:
     # buffers
 
     def allocate(self, limits: Limits) -> None:
-        """Static buffers of the largest budget, outside any graph's pool; smaller budgets use their first rows."""
+        """Allocates static buffers for the largest budget, outside any graph's pool. Smaller budgets use their first
+        rows."""
         unit = self._spec.merge_unit
         plans = self._plan(limits.token_budgets)
         capacities = {b: _capacity(b * unit, limits, plan.layout(self._spec)) for b, plan in plans.items()}
@@ -132,18 +133,18 @@ class CapturedEncoder:
                     plan, part = self._plans[budget], self._parts[budget]
                     encode(self._spec, self._weights(), part, self._ops, plan, self._side, rehearsal)
                     return
-                except BackendFailed:  # at its first launch, in a rehearsal; the next plan does without that backend
+                except BackendFailed:  # at a backend's first launch, in a rehearsal; the next plan avoids the backend
                     self._plans |= self._plan((budget,))
                     if self._plans[budget] == plan:
                         raise
 
     def rehearse(self, budget: int) -> None:
-        """Loads one image of one merged token, and launches every kernel of a run, and what moves content in and out.
+        """Loads one image of one merged token, then launches every kernel of a run, of loading and of storing.
 
-        No random numbers: a failed capture may upset their generator.
+        It uses no random numbers, as a failed capture may disturb their generator.
         """
         part, unit, side = self._parts[budget], self._spec.merge_unit, self._spec.merge_size
-        part.pixels[:unit].fill_(0.5)  # of bytes too, whose launches this one does not fill
+        part.pixels[:unit].fill_(0.5)  # for every kind of pixels: the loads below fill only one row
         self._rehearse_loads(budget, [[1, side, side]], unit)
         if self._spec.padded:
             rehearse_padded(self._spec, self._ops, self._dtype, self._device)
@@ -153,7 +154,7 @@ class CapturedEncoder:
         self.store(budget, EncoderOutputs(hidden, tuple(merged)))
 
     def _rehearse_loads(self, budget: int, grid: list[list[int]], rows: int) -> None:
-        """`load` for every kind and dtype of pixels that a call may bring; the first are 0.5 in the end."""
+        """Launches `load` for every kind and dtype of pixels that a call may have; the first row ends up as 0.5."""
         kinds = {BYTES: (torch.uint8,), STILL_BYTES: (torch.uint8,), FLOATS: load_inputs.PIXEL_DTYPES}
         kinds = {kind: dtypes for kind, dtypes in kinds.items() if self._weights().patches()[kind] is not None}
         for dtype, kind in itertools.product(load_inputs.GRID_DTYPES, kinds):
@@ -164,17 +165,17 @@ class CapturedEncoder:
                 pixels = torch.full((1, width), 0.5, device=self._device).to(given)
                 self._load(budget, table, rows, kind, pixels)
 
-    # content in and out
+    # loading inputs and storing outputs
 
     def load(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor, padded: bool = False) -> None:
-        """Fills the grid and the pixels of `budget`, in one launch where pixels lie on the GPU.
+        """Fills the grid and the pixels of `budget`, in one launch if the pixels are on the GPU.
 
-        A grid that is not one of these pixels leaves no items: the host may have yet to read it.
+        The host may not have read the grid yet. If it does not fit the pixels, the kernel loads no items.
 
         Args:
             grid: `[n, 3]` int64 or int32 on the device.
             pixels: of any kind (`kernels.load_inputs.kind_of`), on any device.
-            padded: rows of padding may follow those of the grid.
+            padded: rows of padding may follow the rows that the grid counts.
         """
         rows, kind = pixels.shape[0], FLOATS
         if pixels.dtype == torch.uint8:
@@ -187,12 +188,12 @@ class CapturedEncoder:
         self.load_pixels(budget, pixels)
 
     def load_grid(self, budget: int, rows: Rows, pixels: torch.Tensor) -> None:
-        """Fills the grid alone, of a batch whose pieces are `(t, h, w)` in `rows`, for pixels of that kind."""
+        """Fills only the grid, with the `(t, h, w)` of a batch's pieces in `rows`, for the kind of `pixels`."""
         kind = kind_of(pixels, self._spec.patch_width)
         self._load(budget, self.grid(rows), sum([t * h * w for t, h, w in rows]), kind)
 
     def load_pixels(self, budget: int, pixels: torch.Tensor, first: int = 0) -> None:
-        """Fills rows of pixels, from row `first` on, by copies of torch's."""
+        """Fills rows of pixels, from row `first` on, by torch's copies."""
         into = self._parts[budget].pixels[first : first + pixels.shape[0], : pixels.shape[1]]
         if pixels.dtype == torch.uint8:
             pixels = centred(pixels.to(self._device, non_blocking=True), self._dtype)
@@ -213,10 +214,10 @@ class CapturedEncoder:
         self._ops.load_inputs(grid, rows, frames, spec.merge_size, out, pixels, into, counts, kind, padded)
 
     def grid(self, rows: Rows) -> torch.Tensor:
-        """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch; recent ones are kept there.
+        """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch. Recent grids are kept on the device.
 
-        Valid for launches on the current stream until the static buffers have another user: a later batch's grid may be
-        written to the same slot.
+        Valid for launches on the current stream until the static buffers have another user, as a later batch's grid may
+        be written to the same slot.
         """
         grid = self._grids.get(rows)
         if grid is None:
@@ -228,7 +229,7 @@ class CapturedEncoder:
         return grid
 
     def store(self, budget: int, outputs: EncoderOutputs, first: int = 0) -> None:
-        """Copies rows of `budget`'s outputs, from patch row `first` on, to `outputs`, which say how many."""
+        """Copies rows of `budget`'s outputs, from patch row `first` on, to `outputs`, whose size gives their number."""
         hidden, merged = self._parts[budget].hidden, self._parts[budget].merged
         if first:
             hidden, merged = hidden[first:], tuple(plane[first // self._spec.merge_unit :] for plane in merged)
@@ -237,7 +238,7 @@ class CapturedEncoder:
 
 @dataclass(frozen=True)
 class TowerGraphs:
-    """The graphs of a tower on one device, in one dtype, and what they run."""
+    """The graphs of a tower on one device in one dtype, and the encoder that they capture."""
 
     manager: GraphManager
     encoder: CapturedEncoder
@@ -249,20 +250,20 @@ class TowerGraphs:
     def capture(
         self, progress: Callable[[Iterable[int]], Iterable[int]] | None, only: Collection[int] | None = None
     ) -> None:
-        """Captures every budget, or those of `only`, the largest first."""
+        """Captures every budget, or those in `only`, the largest first."""
         self.manager.warmup(progress or _bar, only)
 
 
 def new_graphs(
     spec: VisionSpec, limits: Limits, weights: Callable[[], EncoderWeights], device: torch.device, dtype: torch.dtype
 ) -> TowerGraphs:
-    """Nothing captured yet, nothing allocated."""
+    """The graphs of a tower, with nothing captured or allocated yet."""
     encoder = CapturedEncoder(spec, ops_for(device), dtype, device, weights)
     return TowerGraphs(GraphManager(limits, encoder, CudaCapture(device)), encoder)
 
 
 def rehearse_padded(spec: VisionSpec, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
-    """Launches what makes a grid and rows of padded images, for every dtype that a call may bring."""
+    """Launches the kernels that make a grid and rows of padded images, for every dtype that a call may have."""
     unit, merge = spec.merge_unit, spec.merge_size
     grid = torch.empty(1, 3, dtype=torch.int32, device=device)
     rows = torch.empty(unit, spec.patch_width, dtype=dtype, device=device)
@@ -280,10 +281,10 @@ def limits_for(
     max_items: int | None = None,
     max_frames: int | None = None,
 ) -> Limits:
-    """The budgets of a tower where `free_bytes` of device memory are free; what is None is inferred.
+    """The budgets of a tower if `free_bytes` of device memory are free; options that are None are inferred.
 
     Raises:
-        TypeError, ValueError: what was given; the message names the option.
+        TypeError, ValueError: an option is invalid; the message names it.
     """
     limits = infer_limits(
         smallest=SMALLEST_BUDGET,
@@ -305,7 +306,7 @@ def limits_for(
 def limits_within(
     spec: VisionSpec, dtype: torch.dtype, room: int, max_items: int | None = None, max_frames: int | None = None
 ) -> Limits:
-    """The budgets of a tower whose static buffers and graphs may take `room` bytes: the most that fit, at least one.
+    """The largest budgets whose static buffers and graphs fit in `room` bytes, but at least one budget.
 
     Raises:
         TypeError, ValueError: as `limits_for`.
@@ -313,7 +314,7 @@ def limits_within(
     whole = limits_for(spec, dtype, 0, (LARGEST_BUDGET,), max_items, max_frames)
     ladder = [budget for budget in whole.token_budgets if budget >= (max_items or 1)]
     fewest, most = 0, len(ladder) - 1
-    while fewest < most:  # the largest budget whose ladder fits
+    while fewest < most:  # binary search for the largest budget whose ladder fits
         middle = (fewest + most + 1) // 2
         if _held_by(spec, dtype, limits_for(spec, dtype, 0, ladder[middle : middle + 1], max_items, max_frames)) > room:
             most = middle - 1
@@ -348,19 +349,19 @@ def _bar(budgets: Iterable[int]) -> Iterable[int]:
 
 
 def _capacity(tokens: int, limits: Limits, layout: Layout) -> Capacity:
-    """What any batch within `limits` needs, with room for another backend's tiles."""
+    """Capacity for any batch within `limits`, with room for another backend's smaller tiles."""
     sizes = {name: min(getattr(layout, name), SMALLEST_TILE) for name in ("block_m", "window_block_m")}
     return Capacity.at_most(tokens, limits.max_items, min(limits.max_frames, tokens), replace(layout, **sizes))
 
 
 def _overlap_room(plans: dict[int, EncoderPlan]) -> tuple[int, int]:
-    """Overlapped mergers and patch tokens, at most, of plans by their patch tokens."""
+    """The most overlapped mergers, and the most patch tokens with any; `plans` are by patch tokens."""
     some = [(len(plan.overlapped), tokens) for tokens, plan in plans.items() if plan.overlapped]
     return max((mergers for mergers, _ in some), default=0), max((tokens for _, tokens in some), default=0)
 
 
 def bytes_per_token(spec: VisionSpec, dtype: torch.dtype) -> int:
-    """Static-buffer bytes per merged token: what they grow by."""
+    """Bytes by which static buffers grow with each merged token."""
 
     def held(merged: int) -> int:
         tokens = merged * spec.merge_unit

@@ -1,7 +1,7 @@
-"""Kernels that were compiled elsewhere: the folder that `fusedvit compile` fills, and its use at run time.
+"""Kernels that were compiled ahead of time: the folder that `fusedvit compile` fills, and its use at run time.
 
-The folder is laid out as Triton's cache, with a manifest. Where the environment variable `FUSEDVIT_KERNELS` names it,
-each of its kernels is entered into Triton's own cache as a link, so that the folder may be read-only and anywhere.
+The folder has the layout of Triton's cache, plus a manifest. If the environment variable `FUSEDVIT_KERNELS` names the
+folder, each kernel is linked into Triton's own cache, so that the folder may be read-only and lie anywhere.
 """
 
 import atexit
@@ -36,13 +36,13 @@ logger = logging.getLogger("fusedvit")
 
 VARIABLE, MANIFEST = "FUSEDVIT_KERNELS", "manifest.json"
 POLL_SECONDS = 0.05
-KEPT = {".cubin", ".ptx", ".json"}  # of a kernel's files: Triton loads the first, we check the second
+KEPT = {".cubin", ".ptx", ".json"}  # files of a kernel to keep: Triton loads the cubin, our checks read the PTX
 PR_SET_PDEATHSIG = 1
-GROUP = "__grp__"  # how the name of Triton's list of a kernel's files begins
+GROUP = "__grp__"  # prefix of the file in which Triton's cache lists a kernel's files
 
 
 def manifest(gpu: str, target: Target, towers: Sequence[str], dtype: str, kernels: int) -> dict[str, Any]:
-    """What a folder says of itself."""
+    """The manifest of a folder of compiled kernels."""
     return {
         "triton": triton.__version__,
         "fusedvit": __version__,
@@ -56,7 +56,7 @@ def manifest(gpu: str, target: Target, towers: Sequence[str], dtype: str, kernel
 
 @cache
 def _sources() -> str:
-    """A digest of the kernels' code, on which their keys depend."""
+    """A digest of the kernels' source code, on which their cache keys depend."""
     root = Path(tile_configs.__file__).parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -67,10 +67,10 @@ def _sources() -> str:
 def fill(
     folder: Path, compilations: Sequence[Callable[[], Any]], processes: int, step: Callable[[str, int, int], None]
 ) -> list[str]:
-    """Runs `compilations` with `folder` as Triton's cache, side by side in forks; what failed, a line each.
+    """Runs `compilations` in parallel forked processes with `folder` as Triton's cache; returns a line per failure.
 
     Args:
-        step: is told (what, how many are done, of how many).
+        step: called with (what, how many are done, of how many) after each compilation.
     """
     context = multiprocessing.get_context("fork")
     following, said = context.Value("i", 0), context.SimpleQueue()
@@ -87,7 +87,7 @@ def fill(
             try:
                 build_launcher(compilations[index]())
                 said.put("")
-            except Exception as error:  # whatever a compiler dies of is one kernel's problem
+            except Exception as error:  # a compiler may raise anything, and must not stop the other kernels
                 said.put(named_line(error))
 
     workers = [context.Process(target=work, daemon=True) for _ in range(min(processes, len(compilations)))]
@@ -106,14 +106,14 @@ def fill(
 
 
 def end_with_parent() -> None:
-    """This process is killed when the thread that forked it ends, however that happens."""
+    """Has Linux kill this process when the thread that forked it ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def take(device: torch.device) -> None:
     """Enters the kernels of the folder that `FUSEDVIT_KERNELS` names into Triton's cache, once per process and device.
 
-    Says in a warning what does not match this machine. Nothing is raised: kernels that are missing are compiled.
+    Logs a warning if the folder does not match this machine. Nothing is raised: missing kernels are compiled here.
     """
     folder = os.environ.get(VARIABLE)
     if folder and device.type == "cuda":
@@ -125,7 +125,7 @@ def _take(folder: Path, device: torch.device) -> None:
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         said, usable = mismatch(found, Target.of(device))
-        os.listdir(folder)  # if that fails, no cache is replaced for it
+        os.listdir(folder)  # an unreadable folder fails here, before any cache is replaced
     except (OSError, ValueError, KeyError, TypeError) as error:
         said, usable = f"{MANIFEST} is not readable: {type(error).__name__}: {error}", False
     if said:
@@ -139,10 +139,10 @@ def _take(folder: Path, device: torch.device) -> None:
 
 
 def _enter_somewhere(folder: Path) -> None:
-    """Into Triton's cache; where that takes no files, or none is named, into a temporary one in its place.
+    """Enters kernels into Triton's cache; if that is not writable or not set, into a temporary cache in its place.
 
     Raises:
-        OSError: that takes none either.
+        OSError: the temporary cache is not writable either.
     """
     if triton.knobs.cache.dir:
         with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ def _enter_somewhere(folder: Path) -> None:
 
 
 def mismatch(found: dict[str, Any], target: Target) -> tuple[str, bool]:
-    """(What of a manifest does not match, or ""; whether any of its kernels can be of use on `target`)."""
+    """(What in the manifest `found` does not match `target`, or ""; whether any of its kernels are still usable)."""
     gpu = found["gpu"]
     if found["triton"] != triton.__version__:
         return f"compiled with Triton {found['triton']}, this is {triton.__version__}", False
@@ -169,8 +169,10 @@ def mismatch(found: dict[str, Any], target: Target) -> tuple[str, bool]:
 
 
 def enter(folder: Path, into: Path) -> int:
-    """Links every kernel of `folder` into `into`, a cache of Triton's; how many were not there. Files that are there
-    stay. A warning counts kernels that are damaged. Raises OSError where `into` takes no files."""
+    """Links every kernel of `folder` into `into`, a Triton cache; returns how many were new.
+
+    Existing files stay. Damaged kernels are counted in a warning. Raises OSError if `into` is not writable.
+    """
     entered, damaged = 0, list[str]()
     for source in (folder / name for name in sorted(os.listdir(folder)) if os.path.isdir(folder / name)):
         try:
@@ -192,10 +194,10 @@ def enter(folder: Path, into: Path) -> int:
 
 
 def _to_enter(source: Path) -> dict[str, bytes]:
-    """What of one kernel's folder goes into a cache, by names: launchers, then lists of the files that are here.
+    """File name -> content of what one kernel's folder adds to a cache: launchers, then lists that point to its files.
 
     Raises:
-        OSError, ValueError, LookupError, TypeError, AttributeError: it is not as `fill` has left it.
+        OSError, ValueError, LookupError, TypeError, AttributeError: the folder is not as `fill` left it.
     """
     found: dict[str, bytes] = {}
     for name in sorted(os.listdir(source), key=lambda name: name.startswith(GROUP)):
@@ -211,7 +213,7 @@ def _to_enter(source: Path) -> dict[str, bytes]:
 
 
 def _prune(folder: Path) -> None:
-    """Removes what a compiler leaves on the way to the code: four fifths of the bytes."""
+    """Removes the compiler's intermediate files, four fifths of the bytes."""
     for group in folder.glob(f"*/{GROUP}*.json"):
         children = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
         kept = {name: path for name, path in children.items() if Path(name).suffix in KEPT}
@@ -221,10 +223,10 @@ def _prune(folder: Path) -> None:
 
 
 def build_launcher(kernel: Any) -> None:
-    """Compiles what launches `kernel`: up to Triton 3.6 that is C code of its own, kept in the cache too.
+    """Compiles the launcher of `kernel`: up to Triton 3.6 it is C code, and its binary is kept in the cache too.
 
-    It is linked to the driver's library. Where there is none, an empty one stands in: the code that is kept is the
-    same, and loading it here fails.
+    The launcher is linked to the driver's library. Without a driver, an empty library takes its place: the binary in
+    the cache is the same, and only loading it here fails.
     """
     if not hasattr(nvidia, "make_launcher"):
         return
@@ -233,14 +235,14 @@ def build_launcher(kernel: Any) -> None:
             command = ["cc", "-shared", "-x", "c", os.devnull, "-o", f"{stub}/libcuda.so.1"]
             subprocess.run(command, check=True, capture_output=True)
             triton.knobs.nvidia.libcuda_path = stub
-        log = logging.getLogger("triton.runtime.build")  # says of each launcher from the cache that it does not load
+        log = logging.getLogger("triton.runtime.build")  # it would report each cached launcher that does not load
         log.addFilter(_nothing)
         try:
             with contextlib.suppress(ImportError):
                 nvidia.CudaLauncher(kernel.src, kernel.metadata)
         finally:
             log.removeFilter(_nothing)
-            if triton.knobs.nvidia.libcuda_path == stub:  # Triton keeps what it found, and this folder goes
+            if triton.knobs.nvidia.libcuda_path == stub:  # Triton caches the path, but this folder is removed
                 nvidia.libcuda_dirs.cache_clear()
                 nvidia.library_dirs.cache_clear()
 
@@ -257,7 +259,7 @@ def _has_driver() -> bool:
 
 
 def _is_whole(group: Path) -> bool:
-    """Whether a kernel of Triton's cache is there with all its files."""
+    """Whether a kernel is in Triton's cache with all its files; `group` is the file that lists them."""
     try:
         children = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -266,7 +268,7 @@ def _is_whole(group: Path) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes a file in one step: another process may do the same."""
+    """Writes a file atomically, as another process may write the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{uuid.uuid4().hex}")
     try:

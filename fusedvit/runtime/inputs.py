@@ -1,4 +1,4 @@
-"""The caller's input, checked before anything is launched."""
+"""Checks the caller's input before anything is launched."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Inputs:
     Attributes:
         pixels: `[tokens, …]` of any kind (`kernels.load_inputs.kind_of`), any float dtype, any device.
         grid: `[n, 3]` integers on the tower's device, if the host has yet to read them; else None.
-        items: what the grid says; None until it is read.
-        padded: pixels are `[images, patches, patch_width]` and the grid positions `[images, patches, 2]`. After
-            `without_padding` pixels are as many rows, those that are no padding first, and a row of zeros in the grid
+        items: the items of the grid; None until the host has read it.
+        padded: pixels are `[images, patches, patch_width]`, and `grid` holds positions `[images, patches, 2]`. After
+            `without_padding`, pixels are the same number of rows with padding last, and a row of zeros in the grid
             marks an image whose positions are not row-major.
     """
 
@@ -38,12 +38,12 @@ class Inputs:
 
     @property
     def table(self) -> torch.Tensor:
-        """The grid, where the host has yet to read it."""
+        """The grid that the host has yet to read."""
         assert self.grid is not None, "this call's grid was on the host"
         return self.grid
 
     def with_rows(self, rows: list[list[int]], spec: VisionSpec) -> tuple[torch.Tensor, list[Item]] | Reason:
-        """Pixels and items once the host has read the grid's `rows`, or why the original code must run.
+        """Pixels and items, given the grid's `rows` that the host has read, or why the original code must run.
 
         Raises:
             ValueError: see `check_items`.
@@ -61,12 +61,12 @@ class Inputs:
 def check_inputs(
     pixel_values: torch.Tensor, grid_thw: Grid, spec: VisionSpec, parameter: torch.Tensor, marked: bool = False
 ) -> Inputs | Reason:
-    """Checks a call's input, or says why the original code must run; nothing is read back from a GPU.
+    """Checks a call's input, or returns why the original code must run; nothing is read back from a GPU.
 
     Args:
-        grid_thw: of towers that take padded images the positions of patches.
-        parameter: one of the tower's.
-        marked: the pixels came under a mark, so that they may be bytes.
+        grid_thw: for towers that take padded images, the positions of patches.
+        parameter: a parameter of the tower.
+        marked: the pixels came as `BytePixels`, so they may be bytes.
 
     Raises:
         TypeError, ValueError: see `check_pixels`, `check_grid` and `check_items`, or `check_padded`; nothing was
@@ -75,7 +75,7 @@ def check_inputs(
     if spec.padded:
         return check_padded(pixel_values, grid_thw, spec)
     if spec.rows_only and isinstance(pixel_values, torch.Tensor) and pixel_values.layout in _SPARSE:
-        return Reason(SPARSE, f"pixel_values are {pixel_values.layout}")  # these towers multiply rows as they come
+        return Reason(SPARSE, f"pixel_values are {pixel_values.layout}")  # these towers' original code multiplies them
     device = parameter.device
     pixels = in_memory(check_pixels(pixel_values, spec, marked))
     grid = in_memory(check_grid(grid_thw))
@@ -90,14 +90,14 @@ def check_padded(pixel_values: torch.Tensor, positions: object, spec: VisionSpec
 
     Args:
         pixel_values: `[images, patches, patch_width]` floats from 0 to 1.
-        positions: `[images, patches, 2]` integers, (x, y) of each patch, (-1, -1) where there is none.
+        positions: `[images, patches, 2]` integers, the (x, y) of each patch, (-1, -1) for padding.
 
     Raises:
-        TypeError: not tensors, or pixels of no float dtype of 16 bits or more.
-        ValueError: tensors of other shapes, or positions of no integer dtype.
+        TypeError: an argument is not a tensor, or pixels are not floats of at least 16 bits.
+        ValueError: a tensor has the wrong shape, or positions are not int64 or int32.
     """
     pixels = check_pixels(pixel_values, spec)
-    if pixels.dtype not in (*PIXEL_DTYPES, torch.float64):  # no sums of others, in Hugging Face's tower neither
+    if pixels.dtype not in (*PIXEL_DTYPES, torch.float64):  # Hugging Face's tower cannot add others either
         raise TypeError(f"fusedvit: pixel_values must be floats of 16, 32 or 64 bits, got {pixels.dtype}")
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"fusedvit: pixel_position_ids must be a tensor, got {type(positions).__name__}")
@@ -112,15 +112,15 @@ def check_padded(pixel_values: torch.Tensor, positions: object, spec: VisionSpec
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` itself, or a copy if what its memory holds is not its value: negative views and zeros without memory.
+    """`tensor` itself, or a copy if its memory does not hold its values: negative views and zeros without memory.
 
-    Kernels go by addresses. Conjugate views are complex, which no input is.
+    Kernels read memory by address. Conjugate views need no check: they are complex, and no input is.
     """
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
 
 
 def without_padding(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Inputs | Reason:
-    """Padded images as a grid and rows of patches, made on `device`; on a CPU the grid is known then."""
+    """Converts padded images to a grid and rows of patches on `device`; on a CPU the result has items, not a grid."""
     loaded = load_padded(inputs, spec, device, dtype)
     if is_on_gpu(loaded.table):
         return loaded
@@ -129,7 +129,7 @@ def without_padding(inputs: Inputs, spec: VisionSpec, device: torch.device, dtyp
 
 
 def load_padded(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """As `without_padding`, with a grid that nobody has read."""
+    """As `without_padding`, but the grid stays unread."""
     ops, merge, (images, patches, width) = ops_for(device), spec.merge_size, inputs.pixels.shape
     pixels = inputs.pixels.detach().to(device).contiguous()
     if device.type != "cpu" and pixels.dtype not in PIXEL_DTYPES:
@@ -141,16 +141,16 @@ def load_padded(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: t
 
 
 def is_on_gpu(grid: torch.Tensor) -> bool:
-    """Whether reading `grid` would wait for a device."""
+    """Whether reading `grid` on the host would wait for a device."""
     return grid.device.type != "cpu"
 
 
 def check_grid(grid_thw: Grid) -> torch.Tensor:
-    """`grid_thw` as an integer tensor `[n, 3]`, where it lies; nothing is read back from a GPU.
+    """`grid_thw` as an integer tensor `[n, 3]` on its device; nothing is read back from a GPU.
 
     Raises:
-        TypeError: neither a tensor nor a list of integer triples.
-        ValueError: not of shape (n, 3), not of an integer dtype, or not dense with data.
+        TypeError: `grid_thw` is neither a tensor nor a list of integer triples.
+        ValueError: its shape is not (n, 3), its dtype is not an integer, or it is not a dense tensor with data.
     """
     if not isinstance(grid_thw, torch.Tensor):
         if not isinstance(grid_thw, Sequence) or isinstance(grid_thw, str | bytes):
@@ -193,16 +193,15 @@ def _named(row: object) -> str:
 
 
 def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = False) -> torch.Tensor:
-    """`pixel_values` as `[patches, spec.patch_width]`, floats; if `marked`, bytes of all frames or one as well; padded
-    images as they are.
+    """`pixel_values` as float rows `[patches, spec.patch_width]`; padded images keep their shape.
 
-    Hugging Face's towers view whatever they are given as `[patches, channels, frames, rows, columns]`: a batch of one
-    `[1, patches, width]`, flat pixels, pixels that are such patches already. These are taken as they take them.
+    If `marked`, rows may also be bytes, of all frames or of one. Hugging Face's towers view pixels of any shape as
+    `[patches, channels, frames, rows, columns]`, for example a batch of one `[1, patches, width]`, or flat pixels. The
+    same shapes are accepted here.
 
     Raises:
-        TypeError: not a tensor, or not of a float dtype (integer pixels are nearly always unnormalised 0-255).
-        ValueError: two-dimensional with rows of another width, of a shape that is no such view, or not dense with
-            data.
+        TypeError: `pixel_values` is not a float tensor (integer pixels are nearly always unnormalised 0-255).
+        ValueError: its rows have another width, it has no such view, or it is not dense with data.
     """
     if not isinstance(pixel_values, torch.Tensor):
         raise TypeError(f"fusedvit: pixel_values must be a tensor, got {type(pixel_values).__name__}")
@@ -242,7 +241,7 @@ def _as_rows(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
     if not spec.rows_only and pixel_values.numel():
         try:
             return pixel_values.view(-1, *patch).reshape(-1, spec.patch_width)
-        except RuntimeError:  # no view of this shape and these strides, for Hugging Face neither
+        except RuntimeError:  # such a view does not exist, for Hugging Face's code either
             pass
     shape = f"(patches, {spec.patch_width})" + ("" if spec.rows_only else f", or be a view of (patches, {patch})")
     raise ValueError(f"fusedvit: pixel_values must have shape {shape}, got {tuple(pixel_values.shape)}")
@@ -252,7 +251,7 @@ def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[It
     """The items of a grid already on the host, checked against `patches` pixel rows.
 
     Raises:
-        ValueError: a negative t, h or w below 1 or no multiple of `merge_size`, or a total unlike `patches`.
+        ValueError: t is negative, h or w is below 1 or not a multiple of `merge_size`, or the total is not `patches`.
     """
     need = 0
     for i, (t, h, w) in enumerate(rows):
@@ -267,8 +266,9 @@ def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[It
 def _items_or_reason(rows: list[list[int]], patches: int, spec: VisionSpec) -> list[Item] | Reason:
     """As `check_items`, or why the original code must run.
 
-    With a bicubic position table, frame k is as large as item k to Hugging Face's tower. That is another item's size
-    where an item has no frames. Where there are more frames than items it raises IndexError, and we answer.
+    With a bicubic position table, Hugging Face's tower takes the size of item k for frame k. After an item without
+    frames that is another item's size. With more frames than items Hugging Face's tower raises IndexError, but the
+    fused encoder returns outputs.
     """
     items = check_items(rows, patches, spec.merge_size)
     if spec.position_taps != 16 or all([item.t for item in items]):
@@ -280,7 +280,7 @@ def _items_or_reason(rows: list[list[int]], patches: int, spec: VisionSpec) -> l
 
 
 def items_of_grid(grid_thw: Grid, merge_size: int) -> list[Item]:
-    """The items of a grid alone, with whatever pixels it is of; waits for the GPU where it lies there.
+    """The items of a grid without its pixels; waits for the GPU if the grid lies there.
 
     Raises:
         TypeError, ValueError: as `check_grid` and `check_items`.

@@ -1,4 +1,4 @@
-"""What each of several GPUs encodes of one call: whole images, and videos cut between frames, balanced by load."""
+"""Divides one call over several GPUs: whole images, and videos cut between frames, balanced by load."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +14,8 @@ class Share(NamedTuple):
     """What one GPU encodes.
 
     Attributes:
-        pieces: of the caller's items, in the caller's order.
-        rows: first and last (exclusive) of the patches of each.
+        pieces: pieces of the caller's items, in the caller's order.
+        rows: for each piece, the first and last (exclusive) row of its patches in the call's pixels.
         grid: `[pieces, 3]`, on the CPU.
     """
 
@@ -27,7 +27,7 @@ class Share(NamedTuple):
         return sum(piece.tokens for piece in self.pieces)
 
     def pixels_of(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Its patches; a view where they lie one after another."""
+        """The share's patches, `[patches, width]`; a view of `pixels` if they are consecutive."""
         first, last = (self.rows[0][0], self.rows[-1][1]) if self.rows else (0, 0)
         if last - first == self.patches():
             return pixels[first:last]
@@ -35,14 +35,14 @@ class Share(NamedTuple):
 
 
 def shares_of(spec: VisionSpec, patches: int, grid: torch.Tensor, parts: int) -> list[Share] | None:
-    """The share of each of `parts` GPUs, the same for the same arguments.
+    """The share of each of `parts` GPUs; deterministic.
 
     Args:
         patches: rows of the call's pixels.
         grid: `[items, 3]` on the CPU.
 
     Returns:
-        None where pixels and grid do not fit, which the tower says best.
+        None if pixels and grid do not match; the tower raises the error for that.
     """
     works = [Work(t, h * w) for t, h, w in grid.tolist()]
     if min([n for work in works for n in work], default=0) <= 0:
@@ -64,16 +64,16 @@ def shares_of(spec: VisionSpec, patches: int, grid: torch.Tensor, parts: int) ->
 
 
 def in_order(shares: Sequence[Share], rows: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """What the GPUs encoded, in the caller's order, on the device of the first.
+    """The rows that the GPUs encoded, in the caller's order, on the device of the first share's rows.
 
     Args:
-        rows: of each share, `[tokens, width]`.
-        out: where it goes; it is created if None.
+        rows: the outputs of each share, `[tokens, width]`.
+        out: the output tensor; None to allocate it.
     """
     device = rows[0].device
     parts: dict[tuple[int, int], torch.Tensor] = {}
     for (pieces, _, _), found in zip(shares, rows, strict=True):
-        patches = sum(piece.tokens for piece in pieces) // max(1, len(found))  # of each row
+        patches = sum(piece.tokens for piece in pieces) // max(1, len(found))  # merged into each row
         split = found.to(device, non_blocking=True).split([piece.tokens // max(1, patches) for piece in pieces])
         parts |= {(piece.item, piece.first_frame): part for piece, part in zip(pieces, split, strict=True)}
     return torch.cat([parts[key] for key in sorted(parts)], out=out) if parts else rows[0]

@@ -1,4 +1,4 @@
-"""Runs of the encoder on the meta device, for the kernels that they launch: without memory and without a GPU."""
+"""Runs the encoder on the meta device to find the kernels that it launches, without memory and without a GPU."""
 
 from collections.abc import Callable
 
@@ -21,23 +21,22 @@ from fusedvit.runtime.kernel_loader import AROUND, META, Run
 
 
 class MetaRuns:
-    """The launches of a tower's runs."""
+    """Makes the launches of a tower's runs on the meta device."""
 
     def __init__(
         self, spec: VisionSpec, dtype: torch.dtype, limits: Limits | None, target: Callable[[], Target]
     ) -> None:
-        """Nothing is launched yet.
-
+        """
         Args:
-            limits: of the graphs, None where there are none.
-            target: asked at each run, as backends may fail.
+            limits: the limits of the graphs; None if there are no graphs.
+            target: called at each run, as a backend that fails is no longer part of the target.
         """
         self._spec, self._dtype, self._limits, self._target = spec, dtype, limits, target
         self._encoder: tuple[Target, CapturedEncoder] | None = None
         self._weights: EncoderWeights | None = None
 
     def launch(self, run: Run, weights: EncoderWeights) -> None:
-        """Launches what `run` does, and what every call does around it: for `AROUND` that alone."""
+        """Launches the kernels of `run` and those that every call launches around it; for `AROUND`, only the latter."""
         fingerprints_on_meta()
         if self._spec.padded:
             rehearse_padded(self._spec, TRITON, self._dtype, META)
@@ -59,7 +58,7 @@ class MetaRuns:
 
         def planner(spec: VisionSpec, tokens: int, dtype: torch.dtype, _: Target) -> EncoderPlan:
             gpu = self._target()  # without backends that have failed since
-            for task in tasks(spec, tokens, dtype):  # some take 30 ms, and are kept
+            for task in tasks(spec, tokens, dtype):  # a heuristic may take 30 ms; its result is cached
                 pause()
                 heuristic(task, dtype, gpu)
             return known_plan(spec, tokens, dtype, gpu)
@@ -76,17 +75,17 @@ class MetaRuns:
 
 
 def run_on_meta(spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan, dtype: torch.dtype, tokens: int) -> None:
-    """Runs `plan` eagerly on `tokens` patch tokens, as far as it launches other kernels (see `encode`)."""
+    """Runs `plan` eagerly on `tokens` patch tokens, as a rehearsal that launches each kernel once (see `encode`)."""
     side = spec.merge_size
     wide = tokens // side**2 * side - side
-    items = [Item(1, side, wide), Item(1, side, side)]  # a frame of each list of tiles
+    items = [Item(1, side, wide), Item(1, side, side)]  # one frame for each list of tiles
     buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, META)
     with torch.no_grad():
         encode(spec, weights, buffers, TRITON, plan, rehearsal=True)
 
 
 def fingerprints_on_meta() -> None:
-    """The fingerprint of the weights alone, and with a grid of each dtype."""
+    """Launches the fingerprint of the weights, without a grid and with a grid of each dtype."""
     words = torch.empty(1, dtype=torch.int64, device=META)
     sources = FingerprintSources((), words, words)
     TRITON.fingerprint(sources, words.int())

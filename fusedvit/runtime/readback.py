@@ -1,7 +1,7 @@
 """The one host read of a call: the rows of its grid, and whether the parameters still hold what they did.
 
-Both come by one kernel (`kernels.fingerprint`) on a stream of its own, overlapped with the encoder, into pinned memory
-that is used again: allocating it takes longer than filling it.
+One kernel (`kernels.fingerprint`) reads both on its own stream, overlapped with the encoder, into pinned memory. This
+memory is reused, as allocating it takes longer than filling it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,11 +17,11 @@ from fusedvit.model.digest import digest_of
 from fusedvit.model.ops import Ops, ops_for
 
 SMALLEST_SLOT = 64  # items
-BEGINNING = 2**14  # bytes of a prepared copy: as many as `kernels.fingerprint` reads one after another
+BEGINNING = 2**14  # bytes checked of a prepared copy: as many as `kernels.fingerprint` reads consecutively
 
 
 class StreamMark(NamedTuple):
-    """A point in a stream. Its event goes back to `pool` when somebody waits for it, which may happen once."""
+    """A point in a stream. `wait_on` may be called once; it returns the event to `pool`."""
 
     event: torch.cuda.Event
     pool: list[torch.cuda.Event]
@@ -33,9 +33,9 @@ class StreamMark(NamedTuple):
 
 
 class StreamMarks:
-    """Marks points in the streams of one GPU. Events are used again: one takes longer to make than to record.
+    """Marks points in the streams of one GPU. Events are reused, as creating one takes longer than recording it.
 
-    Safe from any thread: popping a list gives an event to one of them only.
+    Thread-safe: popping a list gives an event to one thread only.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class StreamMarks:
         self._pool: list[torch.cuda.Event] = []
 
     def here(self) -> StreamMark:
-        """Where the current stream is now."""
+        """A mark of the current point in the current stream."""
         try:
             event = self._pool.pop()
         except IndexError:
@@ -53,7 +53,7 @@ class StreamMarks:
 
 
 class Slot(NamedTuple):
-    """Host memory, pinned where there is a GPU: fingerprints `[P]` int32 and a grid's rows `[room, 3]` int64."""
+    """Host memory, pinned if there is a GPU: fingerprints `[P]` int32 and a grid's rows `[room, 3]` int64."""
 
     fingerprints: torch.Tensor
     rows: torch.Tensor
@@ -64,8 +64,8 @@ class ReadBack(NamedTuple):
 
     Attributes:
         unchanged: the parameters held, when the call began, what the weights were prepared from.
-        rows: (t, h, w) of each item of its grid; empty where the grid was on the host.
-        lost: prepared copies no longer hold what was written to them, though nobody wrote to them since.
+        rows: (t, h, w) of each item of the call's grid; empty if the grid was on the host.
+        lost: prepared copies have lost their content, though nothing has written to them since.
     """
 
     unchanged: bool
@@ -75,13 +75,13 @@ class ReadBack(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A read that is under way on `stream`; on a CPU, without a stream, it is done.
+    """A read in progress on `stream`; on a CPU, without a stream, it is already done.
 
     Attributes:
-        slot: where it goes; back to `slots` once read.
-        expected: fingerprints to compare with; None where the content is not checked.
+        slot: where the read writes; returned to `slots` afterwards.
+        expected: fingerprints to compare with; None if the content is not checked.
         items: rows of the grid.
-        parameters: how many of the fingerprints are of parameters; the others are of prepared copies.
+        parameters: how many of the fingerprints belong to parameters; the others belong to prepared copies.
     """
 
     stream: torch.cuda.Stream | None
@@ -92,12 +92,12 @@ class PendingRead:
     parameters: int | None = None
 
     def wait(self, meanwhile: Callable[[], bool]) -> ReadBack:
-        """Runs `meanwhile`, another check of the weights, then makes the host wait for the read."""
+        """Runs `meanwhile`, another check of the weights, then blocks the host until the read is done."""
         try:
             unchanged = meanwhile()
         finally:
             if self.stream is not None:
-                self.stream.synchronize()  # whatever was raised: until then the slot is written to
+                self.stream.synchronize()  # even after an exception: until then the GPU writes to the slot
         lost = False
         if self.expected is not None and not torch.equal(self.slot.fingerprints, self.expected):
             unchanged, n = False, self.parameters
@@ -111,17 +111,17 @@ class PendingRead:
 class ContentCheck:
     """Fingerprints of the parameters that the weights were prepared from, and of the prepared copies.
 
-    Memory may lose its content and keep its address, as a serving engine's sleep mode lets it: where parameters were
-    filled again, prepared copies were not.
+    Copies are checked because memory may lose its content and keep its address, as in a serving engine's sleep mode:
+    the engine fills parameters again, but not prepared copies.
 
     Attributes:
         parameters: the parameters.
-        addresses: theirs, then.
-        sources: the parameters, then the copies, as aliases of their memory then.
-        expected: `[P]` int32 on the host, as they were then.
-        stream: where they are checked while the encoder runs; None on the CPU.
-        marks: of the streams that run the encoder; None on the CPU.
-        slots: those that no read is filling now.
+        addresses: addresses of the parameters when the check was created.
+        sources: the parameters, then the copies, as aliases of the memory that they had when the check was created.
+        expected: their fingerprints at that time, `[P]` int32 on the host.
+        stream: the stream of the check while the encoder runs; None on the CPU.
+        marks: marks points in the streams that run the encoder; None on the CPU.
+        slots: slots that no read is filling now.
     """
 
     parameters: tuple[torch.Tensor, ...]
@@ -138,7 +138,7 @@ class ContentCheck:
         sources = FingerprintSources.of(parameters)
         device, addresses = sources.pointers.device, [t.data_ptr() for t in sources.tensors]
         found = ops.fingerprint(sources, torch.empty(len(sources.tensors), dtype=torch.int32, device=device))
-        for dtype in GRID_DTYPES:  # so that what a call launches is loaded by now
+        for dtype in GRID_DTYPES:  # loads the kernels that a call will launch
             rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
             ops.fingerprint(sources, found[:0], rows.to(dtype), rows)
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -146,9 +146,10 @@ class ContentCheck:
         return ContentCheck(tuple(parameters), addresses, sources, found.cpu(), stream, marks)
 
     def with_copies(self, copies: Sequence[torch.Tensor], ops: Ops) -> "ContentCheck":
-        """This check, and the beginnings of flat `copies` as they are; waits for the GPU.
+        """This check extended by the beginnings of flat `copies` as they are; waits for the GPU.
 
-        Memory that loses its content loses all of it; a call's read is short, as the encoder shares the GPU with it.
+        Beginnings suffice, as memory that loses its content loses all of it, and keep a call's read short, as it shares
+        the GPU with the encoder.
         """
         if not copies:
             return self
@@ -159,7 +160,7 @@ class ContentCheck:
         return replace(self, sources=sources, expected=expected, slots=[])
 
     def moved(self, ops: Ops) -> "ContentCheck | None":
-        """This check at the addresses that its parameters have now, if these hold what they did; waits for the GPU."""
+        """This check at the current addresses of its parameters; None if their content differs. Waits for the GPU."""
         now, then = self.parameters, self.sources.tensors
         if not all(_is_like(p, alias) for p, alias in zip(now, then, strict=False)):
             return None
@@ -170,12 +171,11 @@ class ContentCheck:
         return replace(self, addresses=[t.data_ptr() for t in sources.tensors[: len(now)]], sources=sources, slots=[])
 
     def digest(self) -> list[int]:
-        """A hash of all that the parameters hold, where fingerprints are of samples; waits for the GPU."""
+        """A hash of the parameters' whole content, where fingerprints only sample it; waits for the GPU."""
         return digest_of(self.sources.tensors[: len(self.parameters)])
 
     def agrees_with(self, now: "ContentCheck") -> bool:
-        """Whether `now`, of as many parameters and copies, read the same content in the same layout, wherever it
-        lies."""
+        """Whether `now` covers as many parameters and copies with the same content and layout, at any addresses."""
         then = self.sources.tensors
         return (
             len(then) == len(now.sources.tensors)
@@ -184,13 +184,16 @@ class ContentCheck:
         )
 
     def held_by(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether all memory of parameters that this keeps alive is that of `parameters`."""
+        """Whether all parameter memory that this check keeps alive belongs to `parameters`."""
         now = {id(p): p.data_ptr() for p in parameters if p.layout is torch.strided}
         kept = zip(self.parameters, map(torch.Tensor.data_ptr, self.sources.tensors), strict=False)
         return all(now.get(id(p)) == at for p, at in kept if at and isinstance(p, torch.nn.Parameter))
 
     def parameters_hold(self) -> Callable[[], bool]:
-        """Whether parameters hold what they did, wherever they lie now; it keeps no prepared copies."""
+        """A function that returns whether parameters still hold what they held, at any addresses.
+
+        It keeps no prepared copies alive.
+        """
         parameters, expected = self.parameters, self.expected[: len(self.parameters)]
 
         def hold() -> bool:
@@ -219,7 +222,7 @@ class ContentCheck:
         return PendingRead(stream, slot, expected, items, self.slots, len(self.parameters))
 
     def _slot(self, items: int) -> Slot:
-        """One with room for so many items, from any thread: popping a list gives it to one of them only."""
+        """A slot with room for `items` rows. Thread-safe: popping a list gives a slot to one thread only."""
         try:
             slot = self.slots.pop()
         except IndexError:
@@ -228,7 +231,7 @@ class ContentCheck:
 
     def _new_slot(self, items: int) -> Slot:
         pinned, room = self.stream is not None, max(SMALLEST_SLOT, 1 << max(0, items - 1).bit_length())
-        with torch.inference_mode(False):  # it is used again in any mode
+        with torch.inference_mode(False):  # the slot will be reused in any mode
             return Slot(
                 torch.empty(self.expected.shape, dtype=torch.int32, device="cpu", pin_memory=pinned),
                 torch.empty(room, 3, dtype=torch.int64, device="cpu", pin_memory=pinned),
@@ -236,6 +239,6 @@ class ContentCheck:
 
 
 def _is_like(now: torch.Tensor, then: torch.Tensor) -> bool:
-    """Whether a parameter that has moved could hold what it did: laid out as it was, in memory that is there."""
+    """Whether a parameter that has moved could still hold its content: in the same layout, and not freed."""
     alike = (now.shape, now.stride(), now.dtype, now.device) == (then.shape, then.stride(), then.dtype, then.device)
     return alike and (not now.numel() or now.untyped_storage().nbytes() > 0)

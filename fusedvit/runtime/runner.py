@@ -31,7 +31,7 @@ LAYOUTS_KEPT = 512
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes `device` current, if it is a GPU and is not; within it nothing autocasts what the torch operations do."""
+    """A context in which `device`, if it is a GPU, is current and autocast is off for the torch operations."""
     if device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type):
         stack = contextlib.ExitStack()
         stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -45,15 +45,15 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a tower runs on: one device, one dtype.
+    """What a tower runs on: one device and one dtype.
 
     Attributes:
-        graphs: what is replayed; None to run eagerly.
-        no_graphs: why there are none; "" where there are.
-        kernels: which runs have their kernels; None where nothing is compiled.
+        graphs: the graphs to replay; None to run eagerly.
+        no_graphs: why there are no graphs; "" if there are.
+        kernels: knows which runs have their kernels compiled; None where nothing is compiled.
         compile_now: wait for kernels that are missing.
-        limits: the token budgets that eager runs take their configurations by, for the same bits as a replay's; None
-            where there never were graphs.
+        limits: the token budgets by which eager runs choose configurations, for the same bits as a replay; None if
+            there never were graphs.
     """
 
     spec: VisionSpec
@@ -67,16 +67,17 @@ class Runtime:
     compile_now: bool = False
 
     def plan_tokens(self, tokens: int) -> int:
-        """The patch-token budget that an eager run of `tokens` patch tokens takes its configurations by.
+        """The patch-token budget by which an eager run of `tokens` patch tokens chooses its configurations.
 
-        That of the graph it would replay in; beyond the largest, or without any, the next of `tile_configs.budget`.
+        It is the budget of the graph that would replay the run. Beyond the largest graph, or without graphs, it is
+        `tile_configs.budget(tokens)`.
         """
         unit = self.spec.merge_unit
         merged = None if self.limits is None else self.limits.smallest_for(-(-tokens // unit))
         return budget(tokens) if merged is None else merged * unit
 
     def new_outputs(self, tokens: int) -> EncoderOutputs:
-        """Memory for the outputs of `tokens` patch tokens; nothing in it yet. The caller owns each tensor by itself."""
+        """Uninitialised outputs of `tokens` patch tokens; each is a separate tensor that the caller owns."""
         spec, device, dtype = self.spec, self.device, self.dtype
         rows = tokens if spec.returns_hidden else 0
         hidden = torch.empty(rows, spec.hidden_size, device=device, dtype=dtype)
@@ -86,7 +87,7 @@ class Runtime:
 
 
 class Span(NamedTuple):
-    """`length` neighbouring patch rows, from `source` in the call's tensors and from `target` in the batch's."""
+    """`length` consecutive patch rows, from row `source` in the call's tensors and row `target` in the batch's."""
 
     source: int
     target: int
@@ -110,12 +111,12 @@ class Step:
 
 @lru_cache(maxsize=LAYOUTS_KEPT)
 def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits, rows: int = 0) -> tuple[Step, ...]:
-    """How `items` are run within `limits`. Pure; recent layouts are kept.
+    """How `items` are run within `limits`. A pure function; plans of recent layouts are cached.
 
     Args:
         unit: patch tokens that are merged into one.
-        rows: patch rows with padding: the budget of a call's only batch has room for them. It follows from shapes then,
-            and a replay may begin before anybody has read what is padding.
+        rows: patch rows with padding. The budget of a call's only batch has room for all of them: it then follows from
+            shapes alone, and a replay can begin before the host knows which rows are padding.
     """
     plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits)
     if len(plan.batches) == 1:
@@ -133,7 +134,7 @@ def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits, rows: int = 0
 
 
 def _spans(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: Sequence[int]) -> tuple[Span, ...]:
-    """Pieces that are neighbours in the call and in the batch make one span, and one copy."""
+    """The spans of `pieces`. Pieces that are consecutive in the call and in the batch share one span, thus one copy."""
     spans: list[Span] = []
     target = 0
     for piece, (frames, h, w) in zip(pieces, rows, strict=True):
@@ -148,14 +149,14 @@ def _spans(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first:
 
 
 def sole_batch(items: Sequence[Item], unit: int, limits: Limits, rows: int = 0) -> Batch | None:
-    """The batch that `items` are, if that is one, of every item whole and in the caller's order; see `plan_steps`."""
+    """The only batch of `items`, if it holds every item whole and in the caller's order; see `plan_steps`."""
     steps = plan_steps(tuple(items), unit, limits, rows)
     alone = len(steps) == 1 and len(steps[0].spans) == 1 and len(steps[0].rows) == len(items)
     return steps[0].batch if alone else None
 
 
 def budgets_of(calls: Iterable[Sequence[Item]], unit: int, limits: Limits) -> set[int]:
-    """The token budgets that calls of these items replay; `unit` patch tokens are merged into one."""
+    """The token budgets that `calls`, each given by its items, replay; `unit` patch tokens are merged into one."""
     steps = (step for items in calls for step in plan_steps(tuple(items), unit, limits))
     return {step.batch.budget for step in steps if step.batch is not None}
 
@@ -163,16 +164,16 @@ def budgets_of(calls: Iterable[Sequence[Item]], unit: int, limits: Limits) -> se
 def run_planned(
     runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Counter[str], rows: int = 0
 ) -> EncoderOutputs:
-    """Outputs of `items`, in their order, in memory of the caller's.
+    """The outputs of `items`, in their order, in fresh tensors.
 
     Args:
-        pixels: of any kind (`kernels.load_inputs.kind_of`), on any device, rows of the items one after another.
-        eager: counts of eager runs by reason, added to.
+        pixels: of any kind (`kernels.load_inputs.kind_of`), on any device, the items' rows one after another.
+        eager: counts of eager runs by reason; this run adds to them.
         rows: patch rows that the caller gave, with padding.
 
     Raises:
-        KernelsNotReady: some are still being compiled, and the runtime does not wait; or none can be compiled. Nothing
-            has changed.
+        KernelsNotReady: kernels are still being compiled and the runtime does not wait, or they cannot be compiled.
+            Nothing has changed.
     """
     pixels = pixels.detach()
     graphs = runtime.graphs
@@ -188,14 +189,14 @@ def run_planned(
             return _launch_steps(runtime, pixels, items, steps, eager, rows)
     with runtime.kernels.guard(runs):
         captures = [run.tokens for run in runs if run.graph]
-        if graphs is not None and len(captures) > 1:  # a call has the time of one capture
+        if graphs is not None and len(captures) > 1:  # a call has time for one capture only
             graphs.manager.ready(captures[0])
             raise KernelsNotReady("")
         return _launch_steps(runtime, pixels, items, steps, eager, rows)
 
 
 def _new_runs(runtime: Runtime, tokens: int, steps: Sequence[Step]) -> list[Run]:
-    """What `steps` launch that is not captured; the eager run of `tokens` where there are no steps."""
+    """The runs of `steps` whose graph is not captured or that run eagerly; without graphs, an eager run of `tokens`."""
     graphs, kinds = runtime.graphs, runtime.weights.kinds
     if graphs is None:
         return [Run(runtime.plan_tokens(tokens), False, kinds)]
@@ -230,7 +231,7 @@ def _launch_steps(
 
 
 def _replay(graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor, answer: "_Answer") -> bool:
-    """Replays one batch; False where its budget has no graph."""
+    """Replays one batch; returns False if its budget has no graph."""
     encoder = graphs.encoder
 
     def load(budget: int) -> None:
@@ -251,7 +252,7 @@ def _replay(graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor,
 
 
 class _Answer:
-    """A call's outputs, collected batch by batch. Allocated with the first: the GPU works by then."""
+    """A call's outputs, collected batch by batch. Allocated with the first batch, when the GPU already works."""
 
     def __init__(self, runtime: Runtime, tokens: int) -> None:
         self._runtime = runtime
@@ -264,11 +265,11 @@ class _Answer:
         return self._outputs
 
     def rows(self, source: int, length: int) -> EncoderOutputs:
-        """The outputs of `length` patch rows from `source` on, in the call's memory."""
+        """Views of the call's outputs for `length` patch rows from `source` on."""
         return _rows_of(self.outputs(), source, length, self._runtime.spec)
 
     def keep(self, got: EncoderOutputs, spans: Sequence[Span]) -> None:
-        """Copies what ran outside a graph to where the caller's rows are."""
+        """Copies the outputs of an eager run to the rows of the call's outputs."""
         for source, target, length in spans:
             mine, theirs = self.rows(source, length), _rows_of(got, target, length, self._runtime.spec)
             for to, rows in zip((mine.hidden, *mine.merged), (theirs.hidden, *theirs.merged), strict=True):
@@ -283,14 +284,15 @@ def _rows_of(outputs: EncoderOutputs, first: int, length: int, spec: VisionSpec)
 
 
 def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], rows: int = 0) -> EncoderOutputs:
-    """The encoder on buffers of exactly the size of `items`, with the plan of `rows` patch rows if these are more."""
+    """Runs the encoder on buffers of exactly the size of `items`, with the plan for `rows` patch rows if `rows` is
+    larger."""
     items = [item for item in items if item.tokens]
     if not items:
         return runtime.new_outputs(0)
     while True:
         try:
             return _encode(runtime, pixels, items, rows)
-        except BackendFailed:  # at its first launch; the next plan does without that backend
+        except BackendFailed:  # at a backend's first launch; the next plan avoids the backend
             continue
 
 
@@ -315,7 +317,8 @@ def _tokens(items: Sequence[Item]) -> int:
 
 
 def _fill_grid(grid: torch.Tensor, items: Sequence[Item]) -> None:
-    """Writes the grid table; inside somebody's capture value by value, so that no host memory is baked in."""
+    """Writes the grid table. Inside a stream capture it is written value by value, so that the graph does not read host
+    memory."""
     rows = [(item.t, item.h, item.w) for item in items]
     if not (grid.is_cuda and torch.cuda.is_current_stream_capturing()):
         grid.copy_(torch.tensor(rows, dtype=torch.int32, device="cpu"), non_blocking=True)
@@ -326,9 +329,9 @@ def _fill_grid(grid: torch.Tensor, items: Sequence[Item]) -> None:
 
 
 def _aligned(pixels: torch.Tensor) -> torch.Tensor:
-    """`pixels` with rows that tensor descriptors take: base and pitch a multiple of 16 bytes."""
+    """`pixels`, or a copy, with base address and row pitch a multiple of 16 bytes, as tensor descriptors require."""
     size = pixels.element_size()
-    rows = pixels.stride(1) == 1 and pixels.stride(0) >= pixels.shape[1]  # each its own, not those of `expand`
+    rows = pixels.stride(1) == 1 and pixels.stride(0) >= pixels.shape[1]  # separate rows, unlike those of `expand`
     if rows and pixels.stride(0) * size % ALIGNMENT == 0 and pixels.data_ptr() % ALIGNMENT == 0:
         return pixels
     step = ALIGNMENT // size

@@ -1,13 +1,13 @@
-"""A replay begun before the host has checked the call: it checks, and reads the grid, while the GPU works.
+"""A replay that begins before the host has checked the call: the host checks it and reads the grid while the GPU works.
 
-The shapes of the caller's tensors give the patch tokens and the number of items, and these nearly always give the plan:
-one batch, of the smallest token budget with room, its rows in the caller's order. The device loads the grid itself, the
-caller's or a copy of one on the host, and runs no item where that is no grid of this call (`kernels.load_inputs`). Once
-the host has read it, `attempt` accepts the replay if the plan says the same, or drops it. A wrong prediction costs a
-replay and never an answer.
+The shapes of the caller's tensors give the patch tokens and the number of items, and these nearly always determine the
+plan: one batch, of the smallest token budget with room, its rows in the caller's order. The device loads the grid
+itself, or a copy if the grid is on the host, and runs no item if the grid does not fit this call's pixels
+(`kernels.load_inputs`). Once the host has read the grid, `attempt` accepts the replay if the plan is as predicted, or
+drops it. A wrong prediction costs a replay, but never a wrong output.
 
-Padded images are made rows and a grid on the device first. Outputs have room for the padding, and are copied without it
-once the host knows where that is.
+For padded images the device first makes rows and a grid. Outputs have room for the padding, and are copied without it
+once the host knows which rows are padding.
 """
 
 from collections import Counter
@@ -33,15 +33,16 @@ from fusedvit.runtime.runner import Runtime, run_planned, sole_batch
 
 @dataclass(slots=True)
 class SpeculativeReplay:
-    """A replay under way.
+    """A replay in progress.
 
     Attributes:
-        graphs: what it runs on.
+        graphs: the tower's graphs.
         merge_unit: patch tokens that are merged into one.
         rows: patch rows of the call, with padding.
-        budget: whose graph is replayed.
-        mark: the point in the caller's stream between its inputs and the graph, for the read of grid and weights.
-        weights_version: the prepared weights that it runs with.
+        budget: the token budget whose graph is replayed.
+        mark: the point in the caller's stream between loading inputs and the graph; the read of grid and weights waits
+            for it.
+        weights_version: the version of the prepared weights that the replay runs with.
         outputs: where its outputs will be; None once it is accepted or dropped.
         inputs: padded images without their padding.
     """
@@ -56,7 +57,7 @@ class SpeculativeReplay:
     inputs: Inputs | None = None
 
     def accept(self, items: Sequence[Item]) -> EncoderOutputs | None:
-        """The outputs, if what ran is the plan for `items`; else None, and the replay is dropped."""
+        """The outputs, if the replay was the plan for `items`; else drops the replay and returns None."""
         outputs, padded = self.outputs, self.inputs is not None
         batch = sole_batch(items, self.merge_unit, self.graphs.limits, self.rows if padded else 0)
         if outputs is None or batch is None or batch.budget != self.budget:
@@ -68,26 +69,26 @@ class SpeculativeReplay:
         return self._without_padding(outputs, tokens) if padded and tokens < self.rows else outputs
 
     def _without_padding(self, outputs: EncoderOutputs, tokens: int) -> EncoderOutputs:
-        """Copies, as who keeps an output shall not keep the padding's rows as well."""
+        """Copies of the outputs without padding: a view would keep the padding's memory alive."""
         merged = tuple(plane[: tokens // self.merge_unit].clone() for plane in outputs.merged)
         return EncoderOutputs(outputs.hidden[:tokens].clone(), merged)
 
     def drop(self) -> None:
-        """Counts a replay that was not accepted as a misprediction. Its buffers are ours alone: nothing else to do."""
+        """Counts a replay that was not accepted as a misprediction. Its static buffers need no clean-up."""
         if self.outputs is not None:
             self.outputs = None
             self.graphs.manager.count_misprediction()
 
 
 def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = False) -> SpeculativeReplay | None:
-    """Enqueues a replay where the shapes of `pixels` and `grid` tell the plan; None where they do not.
+    """Enqueues a replay if the shapes of `pixels` and `grid` determine the plan; else returns None.
 
-    Until the replay is launched the GPU has nothing to do, so only what decides the launch is asked here.
+    The GPU is idle until the replay is launched, so only the conditions of the launch are checked here.
 
     Args:
-        runtime: what the last fused call ran on; None where there was none.
-        pixels, grid: what the caller gave, unchecked.
-        marked: the pixels came under a mark, so that they may be bytes.
+        runtime: the runtime of the last fused call; None if there was none.
+        pixels, grid: the caller's arguments, unchecked.
+        marked: the pixels came as `BytePixels`, so they may be bytes.
     """
     if runtime is None or runtime.graphs is None or not _tells_its_shape(pixels, grid, runtime, marked):
         return None
@@ -116,8 +117,8 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
             graphs.encoder.load(budget, found.inputs.table, found.inputs.pixels, padded=True)
         else:
             graphs.encoder.load(budget, on_device, pixels)
-        # What the graph needs and its inputs do not: the GPU loads these meanwhile.
-        if not weights.in_place():  # the graph would read memory that was freed
+        # Conditions of the graph, not of loading, are checked here, while the GPU loads inputs.
+        if not weights.in_place():  # the graph would read freed memory
             return False
         found.mark = weights.mark()
         return weights.version == found.weights_version
@@ -130,12 +131,13 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
 
 
 class Attempt(NamedTuple):
-    """What one run of a call gave.
+    """The result of one run of a call.
 
     Attributes:
-        outputs: None where the weights changed before there were any.
-        weights_version: of the prepared weights that it began with.
-        unchanged: they are those of the tower as it stands.
+        outputs: None if the weights changed before there were outputs.
+        items: the items of the call.
+        weights_version: the version of the prepared weights that the run began with.
+        unchanged: the tower still is what these weights were prepared from.
     """
 
     outputs: EncoderOutputs | None
@@ -152,19 +154,19 @@ def attempt(
     check_content: bool,
     eager_runs: Counter[str],
 ) -> Attempt | Reason:
-    """One run of a call, or why the original code must run: the replay that was begun, or a planned run.
+    """Runs a call once, by the replay that was begun or by a planned run; or returns why the original code must run.
 
-    The host reads once at most: behind the launches, or before them where the plan hangs on the grid.
+    The host reads from the device at most once: after the launches, or before them if the plan depends on the grid.
 
     Args:
-        inputs: checked.
-        version: of the weights that the run begins with.
-        check_content: fingerprints of the parameters are compared, too.
+        inputs: the checked inputs.
+        version: the version of the weights that the run begins with.
+        check_content: whether fingerprints of the parameters are compared.
         eager_runs: counts runs outside a graph, by reason.
 
     Raises:
-        ValueError: the grid says other than `inputs` do.
-        WeightsReleased: somebody gave the weights back meanwhile.
+        ValueError: the grid does not match the pixels.
+        WeightsReleased: the weights were released meanwhile.
     """
     weights, spec, unread = runtime.weights, runtime.spec, inputs.grid is not None
     if unread and replay is None and runtime.kernels is not None:
@@ -195,7 +197,7 @@ def attempt(
 
 
 def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
-    """What a call whose grid nobody has read runs, as far as its shapes tell."""
+    """The run that the shapes of a call predict while its grid is unread."""
     tokens, limits = inputs.pixels.shape[:-1].numel(), runtime.limits
     if runtime.graphs is None or limits is None:
         return Run(runtime.plan_tokens(tokens), False, runtime.weights.kinds)
@@ -204,17 +206,18 @@ def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
 
 
 def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: bool) -> bool:
-    """Whether these are plain pixels of the right shape on the tower's device, which is current, and a grid for them
-    that lies there or on the host; of padded images positions that lie there. What kernels read has its values in its
-    memory; of plain pixels `encoder.load` asks that.
+    """Whether `pixels` and `grid` allow a speculative replay.
 
-    A subclass may act on what is done to it, and so may what traces, captures or differentiates.
+    Pixels must be a plain tensor of the right shape on the tower's device, which must be current. The grid must lie on
+    that device or on the host; positions of padded images must lie on the device. A tensor that a kernel reads must
+    have its values in memory, which `encoder.load` checks for plain pixels. Tensor subclasses, tracing, stream captures
+    and autograd rule a replay out, as they may act on the operations of a call.
     """
     if type(pixels) is not torch.Tensor or pixels.device != runtime.device or pixels.requires_grad:
         return False
     if pixels.is_nested or pixels.layout is not torch.strided:
         return False
-    if type(grid) is torch.Tensor and (  # its memory is read, here or by a kernel
+    if type(grid) is torch.Tensor and (  # its memory is read, on the host or by a kernel
         grid.is_nested or grid.layout is not torch.strided or grid.is_neg() or grid._is_zerotensor()
     ):
         return False
@@ -227,12 +230,12 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
     else:
         right = pixels.ndim == 2 and (whole or (marked and _takes_bytes(pixels, runtime)))
     if type(grid) is torch.Tensor and grid.device == runtime.device:
-        # Of sizes one by one: PyTorch takes 1 us, cold 5, for a part of a shape.
+        # Sizes are compared one by one: slicing a shape takes PyTorch 1 us, 5 us cold.
         triples = grid.shape == (*pixels.shape[:2], 2) if spec.padded else grid.ndim == 2 and grid.shape[1] == 3
         told = triples and grid.dtype in GRID_DTYPES and max(grid.stride()) <= MAX_ROWS
     else:
         told = not spec.padded
-    if runtime.device.type == "cuda" and (  # torch's own names of these two questions take 2 us more
+    if runtime.device.type == "cuda" and (  # the public functions for these two checks take 2 us more
         runtime.device.index != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing()
     ):
         return False
@@ -240,7 +243,7 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
 
 
 def _items_of(grid: object, rows: int, spec: VisionSpec) -> tuple[Item, ...]:
-    """The items of a grid on the host, as `check_items` takes them; none where it would not."""
+    """The items of a grid on the host if `check_items` would accept it; else an empty tuple."""
     if type(grid) is torch.Tensor and grid.device.type == "cpu" and grid.dtype in GRID_DTYPES and grid.ndim == 2:
         grid = grid.tolist()
     if type(grid) is not list or not {*map(type, grid)} <= {list, tuple}:
@@ -254,7 +257,7 @@ def _items_of(grid: object, rows: int, spec: VisionSpec) -> tuple[Item, ...]:
 
 
 def _takes_bytes(pixels: torch.Tensor, runtime: Runtime) -> bool:
-    """Whether these are bytes, rows of them as wide as patches of a kind that the weights take."""
+    """Whether `pixels` are bytes in rows as wide as the patches of a kind that the weights take."""
     spec, width = runtime.spec, pixels.shape[1]
     kind = BYTES if width == spec.patch_width else STILL_BYTES if width == spec.still_width else None
     return pixels.dtype == torch.uint8 and kind in runtime.weights.kinds

@@ -22,8 +22,8 @@ from fusedvit.runtime.captured_encoder import limits_for
 from fusedvit.runtime.kernel_loader import Run
 from fusedvit.runtime.meta_runs import MetaRuns
 
-BEYOND = 4  # eager runs of up to so many times the largest budget are listed
-MEMORY = 80 << 30  # bytes: the default ladder of a GPU with less is the first part of this one's
+BEYOND = 4  # eager runs are listed up to this multiple of the largest budget
+MEMORY = 80 << 30  # bytes: the default ladder of a GPU with less memory is the first part of the ladder for this size
 
 
 def tower_launches(
@@ -34,11 +34,11 @@ def tower_launches(
     takes_bytes: bool = False,
     budgets: Sequence[int] | None = None,
 ) -> dict[Launch, Callable[[], CompiledKernel]]:
-    """Each distinct kernel once, in the order of first use, and what compiles it (see `codegen_checks.compilations`).
+    """Each distinct kernel -> the function that compiles it, in order of first use (`codegen_checks.compilations`).
 
     Args:
         names: the tower's parameter names.
-        takes_bytes: whether somebody brings `BytePixels`.
+        takes_bytes: whether calls may bring `BytePixels`.
         budgets: merged tokens of each graph; None for the default ladder, and eager runs beyond it.
     """
     limits, weights = limits_for(spec, dtype, MEMORY), meta_weights(spec, names, dtype, takes_bytes)
@@ -57,7 +57,7 @@ def tower_launches(
 
 
 def meta_weights(spec: VisionSpec, names: WeightNames, dtype: torch.dtype, takes_bytes: bool = False) -> EncoderWeights:
-    """Weights of the right shapes and no content; if `takes_bytes`, for bytes too."""
+    """Weights of the right shapes without content; if `takes_bytes`, for byte pixels too."""
     shapes = dict(parameter_shapes(names, spec)) | dict(buffer_shapes(names, spec))
     any_bytes = Normalization(1 / 255, None, None, spec.patch_size, spec.temporal_patch_size, spec.in_channels)
     normalizations = dict.fromkeys((False, True), any_bytes) if takes_bytes else None

@@ -14,7 +14,7 @@ from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.readback import ContentCheck, ReadBack, StreamMark
 
-# What weights are prepared from, to be compared by `==`, and versions of the parameters, None for one that counts none.
+# What weights are prepared from, to be compared by `==`, and the version of each parameter, None if it counts none.
 Ingredients = tuple[object, list[int | None]]
 _address_of = torch.UntypedStorage.data_ptr
 
@@ -23,19 +23,19 @@ class Snapshot(Protocol):
     """A tower's modules and parameters at one moment."""
 
     def first_parameter(self) -> torch.Tensor | None:
-        """What is now where the first parameter was."""
+        """The tensor that is now registered where the first parameter was, or None."""
 
     def in_place(self) -> bool:
-        """Whether every parameter lies where it did."""
+        """Whether every parameter is at the address where it was."""
 
     def unchanged(self) -> bool:
-        """Whether the tower has these modules and parameters still; neither content nor addresses are compared."""
+        """Whether the tower still has these modules and parameters; neither content nor addresses are compared."""
 
     def trained(self) -> bool:
-        """Whether a parameter wants a gradient."""
+        """Whether a parameter requires a gradient."""
 
     def renewed(self) -> "Snapshot":
-        """The same, with the addresses and versions that parameters have now, and what else stands for the same."""
+        """The same snapshot with the addresses and versions that parameters have now."""
 
     def versions(self) -> list[int]:
         """Versions of the parameters."""
@@ -48,38 +48,38 @@ class Source(Protocol):
         """Why the tower as it stands cannot run fused, or None."""
 
     def is_judged_by_state(self) -> bool:
-        """Whether a snapshot would show whatever decided the last `reason`."""
+        """Whether a change of whatever decided the last `reason` would show in a snapshot."""
 
     def each_parameter(self) -> Iterator[torch.Tensor]:
         """Every parameter once."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every parameter by its name, shared ones under each of theirs."""
+        """Every parameter by name; a shared parameter appears under each of its names."""
 
     def read(self) -> Sequence[torch.Tensor]:
-        """What the tower as it stands computes with: parameters, then buffers on their device."""
+        """The tensors that the tower as it stands computes with: parameters, then buffers on their device."""
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
-        """Weights from `parameters`, in the memory of `reuse` where that fits.
+        """Weights from `parameters`, in the memory of `reuse` if they fit.
 
         Raises:
-            BeyondFp16: there is one that fp16 cannot hold.
+            BeyondFp16: fp16 cannot hold a prepared value.
         """
 
     def snapshot(self) -> Snapshot:
         """The tower as it stands."""
 
     def ingredients(self) -> Ingredients | None:
-        """What weights are prepared from beside the content of parameters; None where that cannot be told."""
+        """What weights are prepared from, apart from the content of parameters; None if that cannot be told."""
 
 
 class _Borrowed(NamedTuple):
-    """What the weights have in memory of the tower's parameters.
+    """The tensors of the weights that are not copies but lie in the memory of the tower's parameters.
 
     Attributes:
-        pointers: addresses of the tensors, when they were prepared.
-        storages: their memory; asking it takes a quarter less time than asking the tensors.
-        addresses: of `storages` then.
+        pointers: addresses of the tensors when the weights were prepared.
+        storages: storages of the tensors; reading their address takes a quarter less time than reading a tensor's.
+        addresses: addresses of `storages` when the weights were prepared.
     """
 
     pointers: list[int]
@@ -93,13 +93,13 @@ class _Borrowed(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """Prepared weights and what belongs to them: one record, as an interrupt may land between two assignments.
+    """Prepared weights and their checks, in one record because an interrupt may arrive between two assignments.
 
     Attributes:
-        content: a check of the parameters that they were prepared from, and of their copies.
-        borrowed: what they have in memory of these.
-        pointers: their addresses when they were taken; a tensor's memory may have moved since.
-        kinds: see `WeightCache`.
+        content: a check of the parameters that `weights` were prepared from, and of the prepared copies.
+        borrowed: the tensors of `weights` that lie in the memory of parameters.
+        pointers: addresses of all tensors of `weights` when this record was created; their memory may move later.
+        kinds: see `WeightCache.kinds`.
     """
 
     weights: EncoderWeights
@@ -115,30 +115,32 @@ class _Taken(NamedTuple):
 
 
 def _is_repeat(before: ContentCheck, now: ContentCheck) -> bool:
-    """Whether other parameters hold what those of before did, as far as fingerprints tell."""
+    """Whether new parameter objects hold what the old ones held, as far as fingerprints tell."""
     count = len(now.parameters)
     if len(before.parameters) != count:
         return False
     others = map(is_not, before.parameters, now.parameters)
     if not any(other and isinstance(p, Parameter) for other, p in zip(others, now.parameters, strict=True)):
-        return False  # buffers are other tensors wherever a tower was moved
+        return False  # new buffers alone do not count: moving a tower replaces them
     return torch.equal(before.expected[:count], now.expected)
 
 
 def _lent_from(taken: _Taken, parameters: Sequence[torch.Tensor]) -> EncoderWeights | None:
-    """The weights with what they borrow taken from `parameters`, in the order of those of their content; None where
-    somebody moved these while they were prepared."""
+    """The weights with borrowed tensors taken from `parameters`, which are in the order of `taken.content.parameters`.
+
+    None if parameters moved while the weights were prepared.
+    """
     by_address = dict(zip(taken.content.addresses, parameters, strict=True))
     borrowed = taken.borrowed.pointers
     return taken.weights.lent(borrowed, by_address) if by_address.keys() >= {*borrowed} else None
 
 
 class _Refusal(NamedTuple):
-    """Why the tower could not run fused, and what it was then: judging it takes as long as a small call.
+    """Why the tower could not run fused, and its state then. It is kept because judging takes as long as a small call.
 
     Attributes:
         snapshot: the tower when it was refused.
-        holds: asks whether parameters still hold what they did; None where their content did not decide.
+        holds: returns whether parameters still hold what they held; None if their content did not decide.
     """
 
     reason: Reason
@@ -147,14 +149,14 @@ class _Refusal(NamedTuple):
 
 
 class WeightCache:
-    """Weights prepared when first needed, and again when the tower has changed.
+    """Weights that are prepared when first needed, and again when the tower has changed.
 
     Attributes:
-        version: a run that began with an older version is not accepted.
+        version: increases with every change of the weights; a run that began with an older version is not accepted.
         prepared: how often weights were prepared.
-        changes: how often since the tower was another than before; not where somebody asked for it or gave them back.
-        moves: how often parameters have moved with their content unchanged, since weights were last released.
-        repeats: preparations in a row from other parameters that held what those before them did.
+        changes: how often weights were prepared because the tower had changed, not after `release` or `outdate`.
+        moves: how often parameters have moved with unchanged content since weights were last released.
+        repeats: preparations in a row from new parameter objects that held the same content as the old ones.
     """
 
     def __init__(
@@ -168,10 +170,10 @@ class WeightCache:
         """Nothing prepared yet.
 
         Args:
-            source: the tower, which is asked for anew each time and not kept.
+            source: returns the tower; called each time it is needed, so that the tower is not kept alive.
             on_move: called when tensors that a captured graph points to are no longer the ones in use.
-            on_loss: called when GPU memory was discarded, as by an engine's sleep mode: static buffers may be, too.
-            ops: what fingerprints are taken with outside a call.
+            on_loss: called when GPU memory was discarded, as by an engine's sleep mode; static buffers may be lost too.
+            ops: returns the operations that take fingerprints outside a call.
             on_prepare: called before weights are prepared on a device.
         """
         self.version = self.prepared = self.changes = self.moves = self.repeats = 0
@@ -187,29 +189,29 @@ class WeightCache:
         self._snapshot: Snapshot | None = None
         self._taken: _Taken | None = None
         self._ingredients: Ingredients | None = None
-        self._digest: list[int] | None = None  # of all that the parameters held, where that was asked
+        self._digest: list[int] | None = None  # hash of the whole content of the parameters, once it was needed
         self._lost = False
         self._refusal: _Refusal | None = None
         self._refusals = 0  # judgements since weights were last taken
 
     def release(self) -> None:
-        """Gives everything back; the next use prepares weights again."""
-        self.version += 1  # a run under way is not accepted
+        """Frees the weights; the next use prepares them again."""
+        self.version += 1  # so that a run in progress is not accepted
         self.moves = 0
         self._asked = True
         self._forget()
 
     def outdate(self) -> None:
-        """The next use prepares weights again, in the memory of these, whatever fingerprints say."""
-        self.version += 1  # a run under way is not accepted
+        """Makes the next use prepare weights again, in the same memory, whatever fingerprints say."""
+        self.version += 1  # so that a run in progress is not accepted
         self._snapshot = self._ingredients = self._refusal = None
         self._asked = True
 
     def get(self) -> EncoderWeights:
-        """The prepared weights; `prepare` comes first.
+        """The prepared weights; `prepare` must have been called.
 
         Raises:
-            WeightsReleased: they were given back since.
+            WeightsReleased: the weights were released since.
         """
         taken = self._taken
         if taken is None:
@@ -218,7 +220,7 @@ class WeightCache:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """Of pixels that the weights take, of `kernels.load_inputs.KINDS`."""
+        """The kinds of pixels that the weights take, out of `kernels.load_inputs.KINDS`."""
         taken = self._taken
         return () if taken is None else taken.kinds
 
@@ -228,10 +230,10 @@ class WeightCache:
         return 0 if taken is None else taken.weights.held_bytes()
 
     def first_parameter(self) -> torch.Tensor:
-        """A parameter, for its device and dtype: without a walk of the tower where weights are prepared.
+        """A parameter of the tower, for its device and dtype. Once weights are prepared, it is found without a walk.
 
-        In a tower that has changed since it may be an old one; `read_back` notices that. Where a tower has none, as
-        sharding leaves it that joins parameters, it is an empty tensor, and `prepare` says what is missing.
+        After a change of the tower it may be an old parameter, which `read_back` notices. For a tower without
+        parameters, as sharding that joins them leaves it, it is an empty tensor, and `prepare` says what is missing.
         """
         snapshot = self._snapshot
         found = None if snapshot is None else snapshot.first_parameter()
@@ -240,15 +242,15 @@ class WeightCache:
         return torch.empty(0, device="cpu") if found is None else found
 
     def trained(self) -> bool:
-        """Whether a parameter of the tower that they were prepared from wants a gradient."""
-        snapshot = self._snapshot  # once: another thread may give it back meanwhile
+        """Whether a parameter of the tower that the weights were prepared from requires a gradient."""
+        snapshot = self._snapshot  # read once, as another thread may drop it meanwhile
         return snapshot is not None and snapshot.trained()
 
     def fits(self, parameter: torch.Tensor, kind: int = FLOATS) -> bool:
-        """Whether weights are prepared, on the device and in the dtype of `parameter`, and lie where they did.
+        """Whether weights are prepared, on the device and in the dtype of `parameter`, and have not moved.
 
         Args:
-            kind: of the pixels that they are to take, one of `kernels.load_inputs.KINDS`.
+            kind: the kind of pixels that the weights must take, one of `kernels.load_inputs.KINDS`.
         """
         taken = self._taken
         if self._snapshot is None or taken is None or not self.in_place() or kind not in taken.kinds:
@@ -257,29 +259,29 @@ class WeightCache:
         return weight.device == parameter.device and weight.dtype == parameter.dtype
 
     def in_place(self) -> bool:
-        """Whether what the weights borrow lies where it did: asked before a captured graph reads through addresses of
-        then, as others may move or free the memory of parameters."""
+        """Whether borrowed tensors are at their old addresses. Checked before a captured graph reads through these
+        addresses, as other code may move or free the memory of parameters."""
         taken = self._taken
         return taken is None or list(map(_address_of, taken.borrowed.storages)) == taken.borrowed.addresses
 
     def mark(self) -> StreamMark | None:
-        """Where the current stream of the weights' GPU is, for `read_back`; None on a CPU."""
+        """A mark of the current point in the current stream of the weights' GPU, for `read_back`; None on a CPU."""
         taken = self._taken
         return None if taken is None or taken.content.marks is None else taken.content.marks.here()
 
     def read_back(self, mark: StreamMark | None, check_content: bool, grid: torch.Tensor | None) -> ReadBack:
-        """Whether the weights are still those of the tower, and the rows of `grid`: one host read at most.
+        """Whether the weights are still those of the tower, and the rows of `grid`, with at most one host read.
 
-        The read runs on a stream of its own, overlapped with whatever was launched since `mark`; modules and parameters
-        are compared on the host meanwhile. Addresses of parameters are compared before it, as it reads through them.
+        The read runs on its own stream, overlapped with whatever was launched since `mark`. Meanwhile the host compares
+        modules and parameters. Addresses of parameters are compared first, as the read goes through them.
 
         Args:
-            mark: the point in the caller's stream that the read waits for; None on a CPU, or where nothing is read.
+            mark: the point in the caller's stream that the read waits for; None on a CPU, or if nothing is read.
             check_content: compare fingerprints of the parameters' content.
-            grid: `[n, 3]` on the weights' device; None if there is none to read.
+            grid: `[n, 3]` on the weights' device; None if there is no grid to read.
 
         Raises:
-            WeightsReleased: they were given back since.
+            WeightsReleased: the weights were released since.
         """
         taken, snapshot = self._taken, self._snapshot
         if taken is None:
@@ -294,10 +296,10 @@ class WeightCache:
         return found if in_place else found._replace(unchanged=False)
 
     def unchanged_since_now(self) -> Callable[[], bool]:
-        """A question to ask later: whether the tower still is what these weights were prepared from.
+        """A function to call later: whether the tower is still what these weights were prepared from.
 
-        It can be asked when they have been prepared again or given back, and waits for the GPU then. Where another
-        thread has given them back since the call that asks, it is of the tower as it stands.
+        It works after the weights were prepared again or released, and waits for the GPU. If another thread has already
+        released the weights, it compares with the tower as it stands now.
         """
         snapshot, taken = self._snapshot, self._taken
         if snapshot is not None and taken is not None:
@@ -310,22 +312,22 @@ class WeightCache:
         return lambda: snapshot.unchanged() and holds()
 
     def host_unchanged(self) -> bool:
-        """Whether the tower has the modules, code and parameters that it had; their content is not compared."""
+        """Whether the tower still has its modules, code and parameters; the parameters' content is not compared."""
         snapshot = self._snapshot
         return snapshot is not None and snapshot.unchanged()
 
     def follow(self, kinds: Sequence[int]) -> bool:
-        """Takes the tower as it is now, if its parameters have only moved, or were written what they held, or it has
-        the same adapters active again, and the weights take pixels of all of `kinds`; waits for the GPU.
+        """Adopts the tower as it is now without preparing, or returns False if that is not possible; waits for the GPU.
 
-        Sharding and offloading free a parameter's memory after each use, and take other memory for the next. Who syncs
-        weights writes those of a frozen tower, too. Prepared copies stay as they are; what is borrowed may lie
-        elsewhere.
+        It is possible if the weights take pixels of all of `kinds`, and the tower's parameters only moved or were
+        overwritten with the values that they held, or the same adapters are active again. Sharding and offloading free
+        a parameter's memory after each use and allocate other memory for the next; weight synchronisation also writes
+        the parameters of a frozen tower. Prepared copies stay; borrowed tensors are replaced, as they may have moved.
         """
         snapshot, taken = self._snapshot, self._taken
         if snapshot is None or taken is None or self._lost or not {*kinds} <= {*self.kinds}:
             return False
-        now = snapshot.renewed()  # before the rest: whoever moves or writes them meanwhile is noticed
+        now = snapshot.renewed()  # taken first, so that a later move or write is noticed
         in_place, written = snapshot.in_place(), now.versions() != snapshot.versions()
         if (in_place and snapshot.unchanged()) or not now.unchanged() or (written and self._digest is None):
             return False
@@ -341,10 +343,10 @@ class WeightCache:
         return True
 
     def prepare(self) -> Reason | None:
-        """Prepares weights from the tower as it stands, or says why it cannot run fused; waits for the GPU.
+        """Prepares weights from the tower as it stands, or returns why it cannot run fused; waits for the GPU.
 
-        Every way to prepared weights leads through here: the tower is checked first. Weights stay that are of what is
-        there still, or again: a hook that came and went, or attention computed in another way, changes none.
+        Weights are prepared nowhere else, so the tower is always checked first. Weights that would come out the same
+        are kept: a hook that came and went, or another attention implementation, changes none.
         """
         source = self._source()
         reason = source.reason()
@@ -353,13 +355,13 @@ class WeightCache:
         elif source.is_judged_by_state():
             self._note(reason, source)
         if reason is not None:
-            self._snapshot = None  # whatever comes back is checked anew
+            self._snapshot = None  # whatever changes next, the tower is judged again
             self._let_go(source)
         return reason
 
     def refusal(self) -> Reason | None:
-        """Why the tower could not run fused when it was last judged, if it is as it was then; waits for the GPU only
-        where weights were refused for what they hold."""
+        """Why the tower could not run fused when it was last judged, if it has not changed since; waits for the GPU
+        only if weights were refused because of their content."""
         last = self._refusal
         if last is None or not last.snapshot.renewed().unchanged():
             return None
@@ -369,8 +371,8 @@ class WeightCache:
             return last.reason if last.holds() else None
 
     def _note(self, reason: Reason, source: Source) -> None:
-        """Keeps a refusal for `refusal`, at the first, second, fourth, eighth... in a row: where the tower is another
-        at each call that costs more than it spares."""
+        """Keeps a refusal for `refusal`: only the first, second, fourth, eighth … in a row, as keeping one costs more
+        than it saves if the tower changes at each call."""
         self._refusal = None
         self._refusals += 1
         if self._refusals & (self._refusals - 1):
@@ -378,9 +380,9 @@ class WeightCache:
         with torch.inference_mode(False), torch.no_grad():
             try:
                 snapshot = source.snapshot()
-            except Exception:  # whatever parameters somebody put there
+            except Exception:  # a refused tower may hold parameters of any kind
                 return
-        if source.reason() == reason:  # nobody has changed it meanwhile
+        if source.reason() == reason:  # the tower has not changed meanwhile
             self._refusal = _Refusal(reason, snapshot, None)
 
     def _prepare(self, source: Source) -> Reason | None:
@@ -391,7 +393,7 @@ class WeightCache:
         device = next(iter(parameters.values())).device
         self._on_prepare(device)
         with torch.inference_mode(False), torch.no_grad():
-            snapshot = source.snapshot()  # before the weights, as content: what is written meanwhile will be noticed
+            snapshot = source.snapshot()  # before the weights, like `content`: a write meanwhile will be noticed
             ingredients = source.ingredients()
             content = self._read(source)
             kept, digest = self._kept(content, ingredients)
@@ -403,7 +405,7 @@ class WeightCache:
                 return reason
             self._digest = digest if digest is not None and snapshot.unchanged() else None
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
+            torch.cuda.current_stream(device).synchronize()  # so that any stream may use them next
         self.moves += kept is not None and weights.pointers() != self._pointers()
         self._take(weights, content, snapshot, ingredients)
         return None
@@ -411,9 +413,9 @@ class WeightCache:
     def _kept(
         self, now: ContentCheck, ingredients: Ingredients | None
     ) -> tuple[tuple[EncoderWeights, ContentCheck] | None, list[int] | None]:
-        """The weights that are there, and a check of `now` with their copies, if they would be prepared so again: the
-        same parameters with the same fingerprints, at the same versions or with the same digest. And the digest of what
-        `now` read; None where none was taken."""
+        """The weights at hand with a check of `now` and their copies, if preparing would give the same: from the same
+        parameters with the same fingerprints, at the same versions or with the same digest. Second, the digest of what
+        `now` read, or None if none was taken."""
         taken, before = self._taken, self._ingredients
         if taken is None or ingredients is None or before is None or ingredients[0] != before[0]:
             return None, None
@@ -422,14 +424,14 @@ class WeightCache:
         if lent is None:
             return None, None
         written = None in ingredients[1] or ingredients[1] != before[1]
-        digest = now.digest() if written else self._digest  # at the first write there is none to compare with
+        digest = now.digest() if written else self._digest  # at the first write there is no digest to compare with
         return (lent, whole) if digest == self._digest else None, digest
 
     def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:
-        """Weights of what `content` read, in the memory of those before, and a check of their copies, too."""
+        """Weights from what `content` read, in the memory of the old ones, and `content` extended by their copies."""
         taken = self._taken
         self.repeats = self.repeats + 1 if taken is not None and _is_repeat(taken.content, content) else 0
-        self._snapshot = self._ingredients = None  # where this fails on the way, copies are of neither tower
+        self._snapshot = self._ingredients = None  # where this fails midway, copies match neither state of the tower
         weights = source.prepare(source.parameters(), None if taken is None else taken.weights)
         self.prepared += 1
         self.changes += not self._asked
@@ -437,16 +439,16 @@ class WeightCache:
         return weights, content.with_copies(weights.copies(), self._ops(content.sources.pointers.device))
 
     def _read(self, source: Source) -> ContentCheck:
-        """What the parameters of `source` hold; waits for the GPU."""
+        """Fingerprints of the parameters of `source`; waits for the GPU."""
         read = source.read()
         return ContentCheck.of(read, self._ops(read[0].device))
 
     def _let_go(self, source: Source) -> None:
-        """Forgets weights that hold memory which the tower no longer has."""
+        """Forgets weights that keep memory alive which the tower no longer uses."""
         taken = self._taken
         if taken is not None and not taken.content.held_by(source.each_parameter()):
             self.version += 1
-            self._on_move()  # before these are forgotten: interrupted between, who reads them would stay
+            self._on_move()  # before the weights are forgotten: an interrupt must not leave graphs that read them
             self._forget()
 
     def _pointers(self) -> tuple[int, ...]:
@@ -456,9 +458,9 @@ class WeightCache:
     def _take(
         self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot, ingredients: Ingredients | None
     ) -> None:
-        """Puts these in place of those before. In this order, as others may be running, and an interrupt may end it
-        anywhere: until the snapshot is there no run is accepted and the next call prepares, and by then one that found
-        the weights before has begun with an older version."""
+        """Replaces the weights. The order matters, as other threads may be running and an interrupt may arrive at any
+        point: until the snapshot is set, no run is accepted and the next call prepares weights. A run that read the old
+        weights began with an older version."""
         taken, before = _Taken.of(weights, content), self._pointers()
         self._snapshot = self._refusal = None
         self._refusals = 0

@@ -1,4 +1,4 @@
-"""What following a tower's code has found: the record that change detection compares with, and its making."""
+"""The result of following a tower's code: the record that change detection compares with, and its collection."""
 
 from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
@@ -7,23 +7,23 @@ from typing import Any
 
 from fusedvit.checks.module_calls import CALL
 
-CALLED = ("forward", *CALL)  # what calling a module runs
+CALLED = ("forward", *CALL)  # methods that run when a module is called
 
 
 @dataclass(frozen=True)
 class OwnCode:
-    """What a tower's original code consists of.
+    """The original code that a tower would run.
 
     Attributes:
-        foreign: what is not transformers' or torch's own, and where; "" if nothing is.
+        foreign: the first code that is not transformers' or torch's own, and where it is; "" if there is none.
         slots: (class or module, name) of everything that was followed.
         registries: (registry of attention functions, name) of what would be looked up.
         functions: every function that was followed.
-        names: every name that the code mentions, attributes among them, but what only changes how gradients are
-            computed; and what the engine's record names.
-        optional: attributes that the code asks for by `getattr` or `hasattr`, and does without.
-        methods: names of the methods, beside `forward`, that a class's code calls.
-        absent: names that nobody has given a class or module so far, which would hide what the code finds by them now.
+        names: every name that the code mentions, including attributes, except names that only affect how gradients are
+            computed; and the names in the engine's record.
+        optional: attributes that the code reads by `getattr` or `hasattr`, and can do without.
+        methods: names of the methods, apart from `forward`, that a class's code calls.
+        absent: (live keys of a class or module, names that they must not have, as these would hide what is found now).
     """
 
     foreign: str
@@ -38,7 +38,7 @@ class OwnCode:
 
 @dataclass
 class Findings:
-    """What was found so far; attributes as `OwnCode` has them."""
+    """The findings so far; attributes as in `OwnCode`."""
 
     foreign: str = ""
     slots: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class Findings:
     absent: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
 
     def note_foreign(self, what: str, owner: Any = None, name: str = "") -> None:
-        """Keeps the first.
+        """Keeps `what` if it is the first foreign code.
 
         Args:
-            owner, name: where it is kept, so that change detection sees it go; not where that is followed anyway.
+            owner, name: its slot, so that change detection notices when it goes; left out for slots followed anyway.
         """
         self.foreign = self.foreign or what
         if owner is not None:
@@ -65,7 +65,7 @@ class Findings:
         self.absent.setdefault(id(owner), (owner, set()))[1].update(names)
 
     def keep(self, value: object) -> None:
-        """The body of `value`, if it is a function, is compared at each call."""
+        """Has each call compare the body of `value`, if it is a function."""
         if isinstance(value, FunctionType):
             self.functions.setdefault(id(value), value)
 
@@ -73,6 +73,6 @@ class Findings:
         """Methods that were followed, by their class."""
         found: dict[type, tuple[str, ...]] = {}
         for owner, name in self.slots.values():
-            if isinstance(owner, type) and name not in CALLED and not name.startswith("__"):  # these of classes alone
+            if isinstance(owner, type) and name not in CALLED and not name.startswith("__"):  # found on classes only
                 found[owner] = (*found.get(owner, ()), name)
         return found

@@ -1,5 +1,5 @@
-"""What modules, and the classes that `fuse` gives them, hold under names that the code mentions: Python may find it in
-the place of what the code's source defines."""
+"""Checks attributes of modules, and of the classes that `fuse` gives them, under names that the code mentions: Python
+may find these attributes instead of what the code's source defines."""
 
 from functools import partial
 from itertools import chain
@@ -19,8 +19,11 @@ _METHODS = (property, FunctionType, staticmethod, classmethod)
 
 
 def follow_classes(walk: CodeWalk, plain: Plain) -> None:
-    """What classes have by names of what their instances hold, and Python finds first: anything before what is
-    registered, a descriptor before other attributes. Properties and methods are followed elsewhere."""
+    """Notes class attributes that Python finds before an instance's attribute of the same name.
+
+    Any class attribute hides a registered object, and a data descriptor hides other attributes. Properties and methods
+    are followed elsewhere.
+    """
     known: set[tuple[type, str]] = set()
     for module in plain.modules.values():
         cls, registered = own_class(type(module)), {*module._parameters, *module._buffers, *module._modules}
@@ -38,7 +41,7 @@ def follow_classes(walk: CodeWalk, plain: Plain) -> None:
 
 
 def follow_calls(walk: CodeWalk, plain: Plain) -> None:
-    """What instances have in the place of what calling them runs: not the tower, whose call is the caller's."""
+    """Notes functions on inner modules that replace what calling the module runs; the caller runs the tower's."""
     inside = (layer.named_modules(prefix=path) for path, layer in plain.layers.items())
     for path, module in chain(plain.modules.items(), *inside):
         for what in replaced_calls(path, module) if path else ():
@@ -46,7 +49,7 @@ def follow_calls(walk: CodeWalk, plain: Plain) -> None:
 
 
 def follow_attributes(walk: CodeWalk, path: str, module: nn.Module) -> None:
-    """Methods of its class that a module keeps to call them, and what the engine's `objects` would run."""
+    """Follows bound methods that a module keeps as attributes, and the code of the engine's `objects`."""
     for name, value in vars(module).items():
         if name not in walk.found.names:
             continue
@@ -59,7 +62,7 @@ def follow_attributes(walk: CodeWalk, path: str, module: nn.Module) -> None:
 
 
 def _follow_object(walk: CodeWalk, where: str, value: object) -> None:
-    """What the code of a module would call of an object that it holds: methods, and functions that it keeps."""
+    """Follows what a module's code would call on the object `value`: its methods, and functions that it keeps."""
     for method in sorted(walk.found.names & vars(type(value)).keys()):
         walk.follow_method(type(value), method)
     for name in sorted(walk.found.names & getattr(value, "__dict__", {}).keys()):
@@ -71,8 +74,7 @@ def _follow_object(walk: CodeWalk, where: str, value: object) -> None:
 
 
 def follow_ours(walk: CodeWalk, tower: nn.Module) -> None:
-    """The instance, and the classes that `fuse` and torch put before a tower's own: nobody else may give them
-    anything."""
+    """Notes foreign attributes of the tower and of the classes that `fuse` and torch put before the tower's own."""
     cls: Any = type(tower)
     for name in sorted(vars(tower).keys() & walk.found.methods().get(own_class(cls), ())):
         walk.found.note_foreign(f"{cls.__qualname__}.{name} of the instance is {describe(vars(tower)[name])}")

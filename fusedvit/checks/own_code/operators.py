@@ -1,4 +1,4 @@
-"""Methods of tensors that code calls without naming them: by its operators."""
+"""Finds methods of tensors that code calls by operators, without naming them."""
 
 import dis
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from types import CodeType
 
 from fusedvit.checks.source_code import parts_of
 
-# Operators by the instructions that apply them; of those with two operands the reflected and in-place ones as well.
+# Operator -> method, without underscores; a binary operator also leads to its reflected and in-place methods.
 _BINARY = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
     "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
 }  # fmt: skip
-_NAMED = {  # as instructions of Python 3.10 name them, after BINARY_ and INPLACE_
+_NAMED = {  # the part after BINARY_ and INPLACE_ in instructions of Python 3.10 -> operator
     "ADD": "+", "SUBTRACT": "-", "MULTIPLY": "*", "TRUE_DIVIDE": "/", "FLOOR_DIVIDE": "//", "MODULO": "%",
     "POWER": "**", "MATRIX_MULTIPLY": "@", "AND": "&", "OR": "|", "XOR": "^", "LSHIFT": "<<", "RSHIFT": ">>",
 }  # fmt: skip
@@ -26,7 +26,7 @@ _OPERATORS = {
     for name, opcode in dis.opmap.items()
     if name.startswith(("BINARY_", "INPLACE_", "COMPARE_")) or name in _SPECIAL
 }
-_methods_of: dict[tuple[int, int], tuple[str, ...]] = {}  # by an instruction's two bytes
+_methods_of: dict[tuple[int, int], tuple[str, ...]] = {}  # an instruction's two bytes -> methods
 
 
 def operators_in(code: CodeType) -> Iterator[str]:
@@ -35,7 +35,7 @@ def operators_in(code: CodeType) -> Iterator[str]:
         code_bytes = part.co_code
         words = {*zip(code_bytes[::2], code_bytes[1::2], strict=True)}
         words = {word for word in words if word[0] in _OPERATORS}
-        if not words <= _methods_of.keys():  # `dis` takes a hundred times as long as these sets
+        if not words <= _methods_of.keys():  # cached, as `dis` takes a hundred times as long as these sets
             for instruction in dis.get_instructions(part):
                 word = instruction.opcode, code_bytes[instruction.offset + 1]
                 _methods_of[word] = _methods(instruction.opname, instruction.argrepr)
@@ -44,7 +44,7 @@ def operators_in(code: CodeType) -> Iterator[str]:
 
 
 def _methods(name: str, sign: str) -> tuple[str, ...]:
-    """Those that an instruction leads to."""
+    """The methods that an instruction calls, given its name and its operator."""
     kind, _, operation = name.partition("_")
     if kind in ("BINARY", "INPLACE") and (operation == "OP" or operation in _NAMED):
         sign = _NAMED.get(operation, sign.removesuffix("="))

@@ -1,6 +1,6 @@
-"""The registries of transformers in which code looks up its attention function and what builds its masks.
+"""Checks the registries of transformers in which code looks up attention functions and mask functions.
 
-Each must be transformers' own, and so must what it has for the name in the tower's config.
+Each registry must be transformers' own, and so must be its entry for the name in the tower's config.
 """
 
 import sys
@@ -18,7 +18,7 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = "eager_attention_forward"
 _INTERFACE_CLASS = ("transformers.modeling_utils", "AttentionInterface")
 _FLASH = Definition("transformers.integrations.flash_attention", "flash_attention_forward")
-# What transformers registers, by the name in a config; "eager" is a function of the modeling module.
+# Name in a config -> the function that transformers registers; "eager" is a function of the modeling module.
 _ATTENTION = {
     "sdpa": Definition("transformers.integrations.sdpa_attention", "sdpa_attention_forward"),
     "flash_attention_2": _FLASH,
@@ -26,10 +26,10 @@ _ATTENTION = {
     "flash_attention_4": _FLASH,
     "flex_attention": Definition("transformers.integrations.flex_attention", "flex_attention_forward"),
 }
-_FOLLOWED = ("sdpa",)  # the others load their kernels at their first call
+_FOLLOWED = ("sdpa",)  # the other functions load their kernels at their first call
 _MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
 _MASKS_CLASS = ("transformers.masking_utils", "AttentionMaskInterface")
-_MASK = {  # as `_ATTENTION`, of masks
+_MASK = {  # as `_ATTENTION`, for masks
     name: Definition(_MASKS_CLASS[0], f"{kind}_mask")
     for kind, names in {
         "sdpa": ("sdpa", None),
@@ -39,18 +39,18 @@ _MASK = {  # as `_ATTENTION`, of masks
     }.items()
     for name in names
 }
-_ASKED = ("get_interface", "__getitem__", "__contains__")  # how code looks a registry up
+_ASKED = ("get_interface", "__getitem__", "__contains__")  # methods by which code reads a registry
 
 
 def follow_registries(walk: CodeWalk, modules: Collection[nn.Module]) -> None:
-    """What `modules`, the tower first, would look up by their configs."""
+    """Follows what `modules`, the tower first, would look up by their configs."""
     for module in _distinct_configs(modules):
         _follow_attention(walk, module)
     _follow_masks(walk, next(iter(modules)))
 
 
 def _distinct_configs(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    """A module for each config and class whose code looks up an attention function."""
+    """One module for each config and class whose code looks up an attention function."""
     found = {
         (id(vars(m)["config"]), type(m)): m
         for m in modules
@@ -67,7 +67,7 @@ def _forward_names(cls: type) -> set[str]:
 
 
 def _follow_attention(walk: CodeWalk, module: nn.Module) -> None:
-    """What `module` would call for attention, by its config."""
+    """Follows the attention function that `module` would call by its config."""
     scope = vars(sys.modules[type(module).__module__])
     interface, name = scope.get(_INTERFACE), getattr(vars(module)["config"], "_attn_implementation", None)
     if interface is None:
@@ -85,7 +85,7 @@ def _follow_attention(walk: CodeWalk, module: nn.Module) -> None:
 
 
 def _follow_masks(walk: CodeWalk, tower: nn.Module) -> None:
-    """What builds the masks of attention, where the code looks that up by the tower's config."""
+    """Follows the function that builds attention masks, if the code looks it up by the tower's config."""
     module = sys.modules.get(_MASKS_CLASS[0])
     if module is None or (id(module), _MASKS) not in walk.found.slots:
         return
@@ -101,7 +101,7 @@ def _follow_masks(walk: CodeWalk, tower: nn.Module) -> None:
 
 
 def _is_registry(walk: CodeWalk, interface: Any, where: str, expected: tuple[str, str]) -> bool:
-    """Whether it is transformers' registry, and nothing but the entries is its own."""
+    """Whether `interface` is transformers' registry; notes attributes of the instance other than its entries."""
     if (type(interface).__module__, type(interface).__qualname__) != expected:
         walk.found.note_foreign(f"{where} is {describe(interface)}")
         return False

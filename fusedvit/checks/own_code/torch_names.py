@@ -1,6 +1,7 @@
-"""What code means of torch's by the names that it mentions: functions of its modules, and methods of tensors.
+"""Follows names that code mentions into torch: functions of torch's modules, and methods of tensors.
 
-Each must be torch's own. Of those that torch writes in Python, what they call of C and of tensors is followed in turn.
+Each must be torch's own. If such a function is written in Python, the C functions and tensor methods that it calls are
+followed too.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from fusedvit.checks.source_code import names_in, wrapped_by
 from fusedvit.families.engine import Engine
 
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
-_AROUND_C = ("torch.functional", "torch.nn.functional", "torch._tensor")  # functions around those of C
+_AROUND_C = ("torch.functional", "torch.nn.functional", "torch._tensor")  # modules of Python wrappers of C functions
 
 
 class TorchNames:
@@ -33,23 +34,23 @@ class TorchNames:
         self._inside: set[int] = set()  # functions that were followed
 
     def follow_operators(self, used: Iterable[str]) -> None:
-        """What code does with tensors without naming it."""
+        """Follows the methods of tensors that operators call."""
         for name in sorted({*used}):
             self._follow_tensor(name)
 
     def follow(self, mentioned: set[str]) -> None:
-        """What code that mentions these names could mean of torch's."""
+        """Follows everything in torch that code which mentions these names could call."""
         for module in (torch, torch.nn.functional):
             self._follow_names_of(module, {n for n in mentioned if not isinstance(vars(module).get(n), ModuleType)})
         self.follow_methods(mentioned)
 
     def follow_methods(self, mentioned: set[str]) -> None:
-        """Methods of tensors that code mentions."""
+        """Follows methods of tensors that code mentions."""
         for name in sorted(mentioned & _TENSOR_METHODS):
             self._follow_tensor(name)
 
     def follow_module(self, module: ModuleType, mentioned: set[str]) -> None:
-        """Names of a module of torch that a function mentions: they must be torch's own."""
+        """Follows the mentioned names of a torch module and of its inner modules, which must be torch's own."""
         pending, seen = [module], set[str]()
         while pending:
             module = pending.pop()
@@ -70,7 +71,7 @@ class TorchNames:
         self._follow_inside(value)
 
     def _follow_names_of(self, module: ModuleType, mentioned: set[str]) -> list[ModuleType]:
-        """Those of a module of torch that are mentioned; returns the modules among them."""
+        """Follows the mentioned names of a torch module; returns the modules among them."""
         inner: list[ModuleType] = []
         for name in sorted(mentioned & vars(module).keys()):
             value = vars(module)[name]
@@ -84,7 +85,7 @@ class TorchNames:
         return inner
 
     def _follow_inside(self, value: object) -> None:
-        """What a function of torch that is written in Python calls: functions of C, and methods of tensors."""
+        """Follows the C functions and tensor methods that torch's Python function `value` calls."""
         value = inner if isinstance(value, FunctionType) and (inner := wrapped_by(value)) is not None else value
         self.found.keep(value)
         if not isinstance(value, FunctionType) or id(value) in self._inside or value.__module__ not in _AROUND_C:
@@ -95,7 +96,7 @@ class TorchNames:
             if module.__name__.rpartition(".")[2] in mentioned:
                 for name in sorted(mentioned & functions_of_c(module) & vars(module).keys()):
                     self._follow_of_c(module, name)
-        if "_VF" in mentioned:  # it has none of its own, and runs Python to find each
+        if "_VF" in mentioned:  # torch._VF has no functions of its own: its `__getattr__` finds each in C
             names = mentioned & functions_of_c(torch)
             self.found.note_absent(torch._VF, names)
             for name in sorted(names & vars(torch._VF).keys()):

@@ -1,10 +1,9 @@
-"""Whether what a tower would run is the code that transformers, or the engine whose tower it is, defines.
+"""Checks that a tower would run the code that transformers, or its serving engine, defines.
 
 The walk begins with `forward` of every class in the tower and follows the names that its code mentions: methods of the
 class, functions of its module and of transformers' helpers, functions of torch, and the attention function that would
 be looked up; in an engine's tower also the methods and objects that modules hold and call. Each must be the one that
-its module's source defines. The walk also lists where these things are kept, so that change detection can compare them
-by identity.
+its module's source defines. The walk also lists their slots, so that change detection can compare them by identity.
 """
 
 import sys
@@ -23,11 +22,11 @@ from fusedvit.checks.ownership import describe, own_class
 from fusedvit.checks.source_code import code_of, names_in
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
-_OURS = ("fusedvit.kernels.reference.", "fusedvit.model.")  # what runs on a CPU, and prepares weights everywhere
+_OURS = ("fusedvit.kernels.reference.", "fusedvit.model.")  # modules that run on a CPU, and prepare weights everywhere
 
 
 def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
-    """Follows what a tower would run."""
+    """Follows the code that a tower would run."""
     walk = CodeWalk(engine)
     tower, *inner = plain.modules.values()
     for cls in dict.fromkeys([own_class(type(tower)), *map(type, inner)]):
@@ -42,7 +41,7 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     found = walk.found
     walk.torch_names.follow_operators(o for f in found.functions.values() for o in operators_in(f.__code__))
     follow_ours(walk, tower)
-    ours = _fused_code(engine)  # on a GPU it prepares weights and no more
+    ours = _fused_code(engine)  # on a GPU this code only prepares weights
     slots = found.slots | ours.slots if next(tower.parameters()).device.type == "cpu" else found.slots
     hooks = accelerate_hooks.code_slots(plain)
     return OwnCode(
@@ -58,7 +57,7 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
 
 
 def _code_of_layers(plain: Plain, engine: Engine) -> Findings:
-    """What calling PEFT's layers runs; their names say nothing of the tower's attributes."""
+    """The code of PEFT's layers, followed separately, as its names do not concern the tower's attributes."""
     walk = CodeWalk(replace(engine, packages=(*engine.packages, "peft.")), skipped=adapters.NOT_RUN)
     for path, layer in plain.layers.items():
         for cls in dict.fromkeys(map(type, adapters.modules_run(layer))):
@@ -70,7 +69,7 @@ def _code_of_layers(plain: Plain, engine: Engine) -> Findings:
 
 
 def _fused_code(engine: Engine) -> Findings:
-    """What of torch's our own operations use: as tensors they are no safer from replacements than the tower's."""
+    """The torch functions and methods that fusedvit's own operations use, which can be replaced like the tower's."""
     torch_names = TorchNames(Findings(), engine)
     names, operators = _names_of_ours(tuple(sorted(name for name in sys.modules if name.startswith(_OURS))))
     torch_names.follow({*names})
@@ -80,6 +79,6 @@ def _fused_code(engine: Engine) -> Findings:
 
 @lru_cache(maxsize=4)
 def _names_of_ours(modules: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names that the code of our modules mentions, and what its operators lead to."""
+    """Names that the code of fusedvit's `modules` mentions, and the methods that its operators call."""
     codes = [code for code in map(code_of, map(sys.modules.__getitem__, modules)) if code is not None]
     return frozenset().union(*map(names_in, codes)), frozenset(o for code in codes for o in operators_in(code))

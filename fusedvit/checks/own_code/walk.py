@@ -1,4 +1,4 @@
-"""The walk over code: from a class's methods along the names that they mention, each to what its source defines."""
+"""The walk over code: it follows a class's methods, and the names that they mention, to their definitions in source."""
 
 import builtins
 import sys
@@ -29,7 +29,7 @@ from fusedvit.checks.source_code import (
 )
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
-# By these a forward finds modules.
+# Methods by which a forward finds modules.
 LOOKUP = (
     "__getattribute__",
     "__getattr__",
@@ -42,25 +42,25 @@ LOOKUP = (
     "items",
 )
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
-_HARMLESS_BUILTINS = {"print", "input"}  # others replace them to be quiet
-_GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
-_CHECKPOINTING = "GradientCheckpointingLayer"  # wraps `forward` of every class that is derived from it
-_FOR_GRADIENTS = {"gradient_checkpointing", "_gradient_checkpointing_func"}  # what computes the same again for them
-_CONTEXTS = "torch.utils._contextlib"  # whose wrapper enters a context around a function
+_HARMLESS_BUILTINS = {"print", "input"}  # some programs replace them to suppress output
+_GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # their classes' other methods do not compute
+_CHECKPOINTING = "GradientCheckpointingLayer"  # wraps the `forward` of every derived class
+_FOR_GRADIENTS = {"gradient_checkpointing", "_gradient_checkpointing_func"}  # only recompute the same for gradients
+_CONTEXTS = "torch.utils._contextlib"  # its wrapper enters a context around a function
 
 
 class CodeWalk:
     """Follows classes and functions.
 
     Attributes:
-        found: what was found so far.
+        found: the findings so far.
         torch_names: follows names into torch.
     """
 
     def __init__(self, engine: Engine, skipped: frozenset[str] = frozenset()) -> None:
         """
         Args:
-            skipped: methods that are not run.
+            skipped: names of methods that are mentioned but not run.
         """
         self.engine = engine
         self.found = Findings()
@@ -68,12 +68,12 @@ class CodeWalk:
         self._skipped = skipped
 
     def follow_class(self, cls: type) -> None:
-        self.found.note_slot(cls, "__mro__")  # which another base changes
+        self.found.note_slot(cls, "__mro__")  # changes if bases are replaced
         for name in (*CALLED, *LOOKUP):
             self.follow_method(cls, name)
 
     def _home_of(self, cls: type, name: str) -> type | None:
-        """The class whose method `name` of `cls` is, if it is to be followed."""
+        """The class that defines method `name` of `cls`; None if the method need not be followed."""
         home = next((c for c in cls.__mro__ if name in vars(c)), None)
         if home is None or (home is object and name not in LOOKUP) or (id(cls), name) in self.found.slots:
             return None
@@ -106,14 +106,14 @@ class CodeWalk:
                 self.follow_method(cls, other)
 
     def follow(self, value: object, expected: Definition, where: str) -> FunctionType | None:
-        """Follows the function at `where`, through decorators; returns the one that `expected` names, if that is it."""
+        """Follows the function at `where` through decorators; returns the innermost if `expected` defines it."""
         found, function = definition_of(value), value
         wrappers: list[FunctionType] = []
         while found is not None and found != expected and found.module.startswith(self.engine.decorators):
             assert isinstance(function, FunctionType)
             self.found.functions[id(function)] = function
             wrappers.append(function)
-            if expected.path.endswith(".__call__") and found.path.endswith(".__call__"):  # of a class's decorator
+            if expected.path.endswith(".__call__") and found.path.endswith(".__call__"):  # from a class decorator
                 return None
             function = wrapped_by(function)
             found = definition_of(function)
@@ -132,7 +132,7 @@ class CodeWalk:
         return function
 
     def _follow_names(self, function: FunctionType) -> None:
-        """Follows the globals that a function mentions, and what it mentions of torch's modules."""
+        """Follows the globals, tensor methods and builtins that a function mentions."""
         mentioned, scope = names_in(function.__code__) - _FOR_GRADIENTS, function.__globals__
         self.found.names |= mentioned
         self.found.optional |= optional_in(function.__code__)
@@ -167,7 +167,7 @@ class CodeWalk:
         origin, defined_here = self._undecorated(value), defines(module.__name__, name)
         in_library = origin is not None and origin.module.startswith(self.engine.libraries)
         if origin is not None and in_library and (origin.path == name or not defined_here):
-            return  # a module may define what it could not import
+            return  # a module may define a stand-in for a function that it could not import
         if defined_here:
             self.follow(value, Definition(module.__name__, name), where)
             return
@@ -186,9 +186,9 @@ class CodeWalk:
 
 
 def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> bool:
-    """Whether a decorator's wrapper is one that the source puts there, or sets a mode of gradients.
+    """Whether a decorator's wrapper is one that the source applies, or one that sets a gradient mode.
 
-    An engine's decorators choose a wrapper of another name; they are taken wherever they are.
+    A serving engine's decorators may return a wrapper of another name, so their wrappers are accepted anywhere.
     """
     found = definition_of(wrapper)
     if found is None:
