@@ -48,8 +48,8 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
         The tower's handle.
 
     Raises:
-        UnsupportedModel: `model` contains no supported tower, or several; the message names the supported ones. Or
-            `processor` cannot return bytes.
+        UnsupportedModel: `model` contains no supported tower (the message names all that are) or several (it names
+            them). Or `processor` cannot return bytes.
         TypeError: `model` is not a module, `config` not a `FuseConfig`, or `processor` not a processor.
         ValueError: this tower cannot meet an option, which the message names. Or `processor` cuts other patches.
         RuntimeError: with `strict=True`, an attribute `forward` of the tower calls the original code.
