@@ -70,8 +70,8 @@ class Embedder:
         config: as for `fuse`; by default `FuseConfig(compile="now")`.
 
     Raises:
-        InputError, UnsupportedModel: the checkpoint does not load, or has no tower that can be fused; the processor cuts
-            other patches than the tower's, or cannot return bytes.
+        InputError, UnsupportedModel: the checkpoint does not load, or has no tower that can be fused; the processor
+            cuts other patches than the tower's, or cannot return bytes.
         ValueError, TypeError: an invalid option; a model without its processor.
     """
 
@@ -253,7 +253,7 @@ class Embedder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _encode_all(self, images: dict[int, Any]) -> dict[int, Embedded]:
-        """The rows of `encode` for `images`. If it refuses them, each is tried alone, and a refused one has an error."""
+        """The rows of `encode` for `images`. If it refuses them, each is tried alone, and a refused one is an error."""
         assert self._encode is not None
         try:
             with torch.inference_mode():
@@ -342,8 +342,8 @@ def _mark(device: torch.device) -> Any:
 
 
 def _on_host(rows: torch.Tensor, end: Any) -> torch.Tensor:
-    """`rows`, complete at `end`, on the CPU. A stream of its own copies them: on the current one the copy would wait for
-    all that was launched since."""
+    """`rows`, complete at `end`, on the CPU. A stream of its own copies them: on the current one the copy would wait
+    for all that was launched since."""
     if not rows.is_cuda:
         return rows
     stream = _copying_stream(rows.device)
