@@ -85,7 +85,7 @@ def refuse_unknown(names: Iterable[str], there: Iterable[str], option: str) -> N
 
 @contextmanager
 def progress() -> Iterator[Step]:
-    """Gives `step(text)`, which shows the next step: by a spinner, or by lines with the time if stderr is no terminal."""
+    """Gives `step(text)`, which shows the next step beside a spinner, or as a line if stderr is no terminal."""
     console = new_console(stderr=True)
     if not console.is_terminal:
         with _lines(console) as step:

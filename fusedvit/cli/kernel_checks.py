@@ -70,8 +70,8 @@ class KernelCheck:
 
 @contextlib.contextmanager
 def started() -> Iterator[Callable[[Step, float], list[KernelCheck]]]:
-    """Starts both checks; gives a function that returns their results after the given seconds at most. At the end of the
-    context no process is left."""
+    """Starts both checks; gives a function that returns their results after the given seconds at most. At the end of
+    the context no process is left."""
     with contextlib.ExitStack() as stack:
         interpreter = stack.enter_context(_worker("interpret"))
         compilers = [stack.enter_context(_worker("compile", str(i), str(COMPILERS))) for i in range(COMPILERS)]

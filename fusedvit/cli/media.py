@@ -69,8 +69,8 @@ class VisionInput:
 
 
 def prepare(media: Media, layout: PatchLayout) -> VisionInput:
-    """Resizes and cuts into patches by Hugging Face's processors, swapped to return bytes. Without torchvision the image
-    processor serves videos, too.
+    """Resizes and cuts into patches by Hugging Face's processors, swapped to return bytes. Without torchvision the
+    image processor serves videos, too.
 
     Raises:
         MediaError: the processor refuses the size, such as a picture over 200 times as wide as high.
