@@ -224,7 +224,8 @@ def describe(found: Mapping[str, Any]) -> str:
 
 
 def summary(towers: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> dict[str, float]:
-    """Geometric means over towers, workloads and rounds, and the largest ratio that a workload reached in every round."""
+    """Geometric means over towers, workloads and rounds, and the largest ratio that one workload reached in every
+    round."""
     found: dict[str, float] = {}
     for metric in METRICS:
         rounds = [[r for r in rs if metric in r] for tower in towers.values() for rs in tower.values()]

@@ -473,8 +473,8 @@ class _Pooled(nn.Module):
 
 
 def sharded(calls: int) -> dict[str, Any]:
-    """FSDP2 over NCCL, one process per GPU, with parameters freed between uses: outputs must be right; `stats` says which
-    code ran."""
+    """FSDP2 over NCCL, one process per GPU, with parameters freed between uses: outputs must be right; `stats` says
+    which code ran."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_sharded_rank, (folder, calls), nprocs=2)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]

@@ -49,7 +49,7 @@ STATS_WIDTH = 128  # channels that a partial statistic of an input covers
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
 ROWS = (256, 784, 1296, 4096, 16384)
 ROWS_ON_CPU = (64,)
-STATS_FROM = {"qkv": "fc2", "fc1": "proj", "deepstack_fc1": "fc2"}  # the operation that writes the statistics which an operation reads
+STATS_FROM = {"qkv": "fc2", "fc1": "proj", "deepstack_fc1": "fc2"}  # reader -> writer of its statistics
 SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a video's frame
     "64 x 256": (256,) * 64,
     "16 x 1024": (1024,) * 16,

@@ -1,4 +1,4 @@
-"""Helpers of the programs of bench/: their arguments, the origin of their figures, and the documents that they write."""
+"""Helpers of the programs of bench/: their arguments, the origin of their figures, and their documents."""
 
 import argparse
 import datetime

@@ -98,7 +98,7 @@ def operations(
 
 
 def _configs(task: Task, dtype: torch.dtype, target: Target, every: bool) -> list[Any]:
-    """The table's choice and the heuristic's; with `every`, also the tuner's candidates of all backends but Triton's."""
+    """The table's choice and the heuristic's; with `every`, also candidates of the tuner from backends but Triton's."""
     found = [choose(task, dtype, target, tuning_table.table_for(target)), heuristic(task, dtype, target)]
     for backend in backends.BACKENDS if every else ():
         if (

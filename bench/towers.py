@@ -325,7 +325,7 @@ def random_weights_(module: nn.Module, seed: int = 0, device: torch.device | str
 
 
 def _random_buffers_(module: nn.Module) -> None:
-    """Fills Gemma 4's buffers: the standardisation of its tokens, and bounds that clip the tails of values of order 1."""
+    """Fills Gemma 4's buffers: the standardisation of its tokens, and bounds that clip tails of values of order 1."""
     values = {"std_bias": 0.1, "std_scale": 1.2, "input_min": -2.0, "input_max": 1.75, "output_min": -2.5}
     for path, buffer in module.named_buffers():
         value = (values | {"output_max": 3.0}).get(path.rpartition(".")[2])

@@ -114,7 +114,7 @@ def _times(spec: VisionSpec, name: str) -> int:
 
 
 def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:
-    """The cost of one launch. Keys and values that several heads share count once, though ours computes one per head."""
+    """The cost of one launch. Keys and values that heads share count once, though ours computes them for each head."""
     parts, n, k = set(task.key.kind.split("+")), task.key.n, task.key.k
     if task.name == "qkv" and spec.kv_heads:
         n = spec.head_dim * (spec.num_heads + 2 * spec.kv_heads)
