@@ -46,7 +46,7 @@ TARGETS = {  # by compute capability; without a GPU's name, so that heuristics c
 
 @dataclass(frozen=True)
 class Matrix:
-    """What to compile.
+    """The kernels to compile.
 
     Attributes:
         arches: compute capabilities, keys of `TARGETS`.
@@ -83,7 +83,7 @@ def launches_around(target: Target) -> list[Launch]:
 
 
 def _launches_of_pixels() -> None:
-    """Turns a video, and one whose channels are planes, into patches, with every order of passes."""
+    """Turns images and a video into patches, with their channels last and as planes, and with either pass first."""
 
     def taps(size: int) -> Taps:
         table = torch.empty(9, size, dtype=torch.int32, device="meta")

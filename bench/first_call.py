@@ -293,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _shortened(result: dict[str, Any]) -> dict[str, Any]:
-    """A result whose thousands of calls are reduced to their number and the slowest."""
+    """`result` with its thousands of calls reduced to their number and the slowest ones."""
     calls = result.get("calls", [])
     slowest = sorted(calls, key=lambda call: -float(call["s"]))[:KEPT]
     return {**result, "calls": {"count": len(calls), "slowest": slowest}} if calls else result

@@ -404,7 +404,7 @@ def _family_time(row: Row, patches: str) -> str:
 
 
 def pixel_table(rows: list[Row]) -> Table:
-    """Wall time from decoded images in host memory to tokens, by who makes the pixels and who encodes them."""
+    """Wall time from decoded images in host memory to tokens, by processor and tower."""
 
     def ms(row: Row, who: str) -> str:
         return _ms(row["ms"].get(who))

@@ -34,7 +34,7 @@ Step = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured.
+    """The towers, workloads and contenders to measure.
 
     Attributes:
         workloads: grids by name.

@@ -374,7 +374,8 @@ def launch(
     collected = mode is not None and mode.collect  # then some tensors may have no memory
     compiled = None if collected or only_compiling() else _compiled.get(key)
     if compiled is not None:
-        # An address saves Triton asking the driver for a tensor's device. It must refuse tensors on the CPU.
+        # For a tensor Triton asks the driver which device it is on; an address saves that. A CPU tensor stays a tensor,
+        # so that Triton refuses it.
         addresses = [p if p is None or not p.is_cuda else p.data_ptr() for p in pointers]
         compiled.launch(programs, (*descriptors, *addresses, *scalars))
         return compiled

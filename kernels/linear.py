@@ -13,8 +13,8 @@
     residual  : acc += residual[t, n]
     out       = acc rounded; moments of the rounded rows, one part per tile      RowStats
 
-The row count is read from device memory: programs loop over the tiles that hold rows and exit, so that a captured
-launch costs what its content costs. Rows past the count are neither read by nor written for another row.
+The row count is read from device memory: programs loop over the tiles that hold rows and exit, so that the time of a
+captured launch depends on the row count, not on the capacity. Rows past the count do not affect other rows.
 
 Split-K: a tile's K is cut into parts, one per program. A program writes its partial sums to scratch memory and
 increments a counter; the last program of a tile adds all parts and applies the epilogue. It adds them in the same order

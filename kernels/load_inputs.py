@@ -235,7 +235,7 @@ def load_inputs(
         frames: the most frames (attention sequences) that all items together may have.
         merge: the merge size, of which h and w must be multiples.
         out: `[room, 3]` int32, contiguous, `n <= room`.
-        pixels: `[length, width]` for which `can_load` holds, copied whatever `grid` holds; None for none.
+        pixels: `[length, width]` for which `can_load` is True; copied even if `grid` is wrong. None for none.
         into: `[length or more, width or more]` of any of `PIXEL_DTYPES`, aligned to 16 bytes: takes the pixels in its
             first columns.
         counts: `[3, 4]` int32: in column 0, row `kind` becomes the items' patch tokens and the other rows 0; all become

@@ -1,4 +1,4 @@
-"""What must hold inside vLLM beside speed: no NaN in random batches, and the same answers after whatever a server does.
+"""Correctness inside vLLM: no NaN in random batches, and the same answers after many calls, a reload and sleep.
 
     python -m fusedvit.bench.engines.vllm_stress FOLDER --json PATH [--tower NAME] [--batches N] [--calls N]
 

@@ -118,7 +118,7 @@ def _fill_closed_descriptors() -> None:
 
 def _replaced(stream: Any, number: int) -> _Descriptor | None:
     """Replaces a standard stream by one that escapes characters its encoding lacks (file names may hold any) and keeps
-    its errors. A stream that somebody has already put in its place stays."""
+    its errors. A stream that has already replaced the standard one stays."""
     name = {_STDOUT: "stdout", _STDERR: "stderr"}[number]
     if stream is not getattr(sys, f"__{name}__"):
         return None

@@ -63,8 +63,8 @@ class Embedder:
             most 16 Pillow images. All its calls must return vectors of one width, or all `[t, d]` of one d. An image
             for which it raises ValueError when called with that image alone becomes a row with an error; if it raises
             for every image of its first call, the error is raised. `output` and `deepstack` are ignored.
-        device, dtype: where and as what a checkpoint is loaded: by default a GPU and bf16 if there is one, else the CPU
-            and fp32.
+        device, dtype: the device and dtype in which a checkpoint is loaded: by default a GPU and bf16 if there is one,
+            else the CPU and fp32.
         threads: how many threads decode; by default one per core.
         limits: limits on bytes, pixels and frames of each file.
         config: as for `fuse`; by default `FuseConfig(compile="now")`.

@@ -3,7 +3,7 @@
 from typing import Any
 
 _ELSEWHERE = "choose another output folder"
-_DIGESTS = {  # what is behind a digest, in a message
+_DIGESTS = {  # the contents of a digest, for messages
     "inputs_digest": "inputs (names or order)",
     "tables_digest": "tables",
     "weights": "checkpoint's weights",

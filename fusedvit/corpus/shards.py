@@ -172,7 +172,7 @@ def committed(out: Path) -> set[int]:
 
 
 def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> bool:
-    """Writes shard `number`; False if another writer has committed it first, whose shard stays.
+    """Writes shard `number`; returns False if another writer has committed it first: that shard stays.
 
     Raises:
         InputError: the disk is full or cannot be written; committed shards are untouched.

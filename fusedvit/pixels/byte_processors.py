@@ -119,7 +119,7 @@ def _host_class(original: Any, still: bool) -> Any:
     """`original`, except that it cuts stills into patches of one frame, of any dtype."""
 
     def patchify(self: Any, images: Any, patch_size: int, merge_size: int, **kwargs: Any) -> Any:
-        merge, patch = int(merge_size), int(patch_size)  # einops caches by value: 1.0 would serve 1
+        merge, patch = int(merge_size), int(patch_size)  # einops' cache takes 1 and 1.0 for one key
         sides = {"mh": merge, "mw": merge, "ph": patch, "pw": patch}
         h, w = (side // patch_size for side in images.shape[-2:])
         return rearrange(images, "... c (h mh ph) (w mw pw) -> ... (h w mh mw) (c ph pw)", **sides), h, w
@@ -155,7 +155,7 @@ def _methods(classes: Classes) -> dict[str, Any]:
         return saved
 
     def reduce(self: Any, protocol: Any) -> Any:
-        if type(self) is not classes.swapped:  # somebody's subclass
+        if type(self) is not classes.swapped:  # a user's subclass
             return original.__reduce_ex__(self, protocol)
         return _rebuild, (original,), self.__dict__.copy()
 

@@ -4,7 +4,7 @@ _COMMON = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 # Pillow runs Ghostscript on EPS, which is a program; it only recognises the others, or decodes them on Windows alone.
 NO_IMAGES = frozenset(("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"))
 _OPENED_AS = {"MPO": "JPEG"}  # formats that another format's plugin opens
-# suffix -> what FFmpeg calls the format
+# suffix -> FFmpeg's name of the format
 VIDEO_FORMATS = {
     **dict.fromkeys((".mp4", ".m4v", ".3gp", ".3g2"), "mp4"),
     **dict.fromkeys((".mov", ".qt"), "mov"),

@@ -68,7 +68,7 @@ class Kind(NamedTuple):
                 temporal_patch=self.frames(options),
                 backend=self.backend.name,
             )
-        except (ValueError, TypeError):  # the original code says what is wrong with them
+        except (ValueError, TypeError):  # the original code raises the error for wrong options
             return None
         fits = _suits_padding(found) if self.padded else _may_fold(found)
         return found if fits else None

@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The processors, swapped to return bytes; None where there is none, or none that can."""
+    """The processors, swapped to return bytes; None for a processor that is missing or cannot return bytes."""
 
     image: Any
     video: Any

@@ -15,7 +15,7 @@ from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.runtime.inputs import check_grid
 
-_REFUSED = (TypeError, ValueError)  # what `runtime.inputs` raises
+_REFUSED = (TypeError, ValueError)  # raised by `runtime.inputs`
 
 
 def answer_of(

@@ -45,7 +45,7 @@ logger = logging.getLogger("sglang.fusedvit")
 
 @dataclass(frozen=True)
 class Noted:
-    """What a tower was when its constructor returned.
+    """Facts about a tower, noted when its constructor returned.
 
     Attributes:
         built: its structure; None where `wrong` says why it has none.
@@ -108,7 +108,7 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
     import sglang.version
 
     original(tower, *args, **kwargs)
-    if type(tower) is not cls:  # somebody's subclass, which notes itself or may compute something else
+    if type(tower) is not cls:  # a subclass, which is noted by its own patch or may compute something else
         return
     wrong = unknown_release("SGLang", sglang.version.__version__, RELEASES)
     for module, patch in _LOADERS.items():  # fully imported by now, unlike when plugins load

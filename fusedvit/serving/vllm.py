@@ -52,13 +52,13 @@ RELEASES = ((0, 26), (0, 33))  # first and last that are known
 _RAY = "vllm.ray.ray_env"
 _TRANSFORMERS = "vllm.model_executor.models.transformers.multimodal"
 _ADAPTERS = "vllm.model_executor.models.adapters"  # its subclasses make pooling models of others, with the same tower
-_REPLICATED = "ReplicatedLinear"  # whole on every rank, whatever its tp_size
-_METHOD = "quant_method"  # of layers: what computes them
+_REPLICATED = "ReplicatedLinear"  # whole on every rank, even if its tp_size is not 1
+_METHOD = "quant_method"  # attribute of a layer: the object that computes it
 _NORM = "FusedMMInputNorm"  # vLLM's module that normalises bytes on the device
 _OVERTAKEN = 3  # attempts at a call, each dropped if the normalisation has changed meanwhile
 
 
-# what vLLM calls
+# entry point
 
 
 def register() -> None:
@@ -371,7 +371,7 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
 
 
 def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:
-    """Bytes marked with the normalisation to fold into the weights; else the pixels that vLLM normalises itself."""
+    """Bytes marked with the normalisation to fold into the weights; else normalised pixels, as vLLM computes them."""
     norm = tower._modules.get("input_norm")
     if norm is None:
         return x
@@ -399,7 +399,7 @@ def _normalization(tower: nn.Module) -> Normalization | None:
 
 
 def _state_of(norm: nn.Module | None, handle: FusedEncoder) -> tuple[Any, ...]:
-    """Facts that are equal as long as the buffers of `norm` hold what was read from them; none waits for a GPU.
+    """Facts that stay equal until the buffers of `norm` may have changed; collecting them waits for no GPU.
 
     An assigned buffer is a new object, perhaps of the same version; buffers made in inference mode have no version.
     Writes that bypass both (`.data`) change the fingerprints that each call takes, and weights are prepared again:

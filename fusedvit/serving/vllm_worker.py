@@ -155,7 +155,7 @@ def _served_in(worker: Any) -> list[tuple[str, nn.Module, Served]]:
 
 def patch_runner(module: ModuleType) -> None:
     runner = vars(module).get("GPUModelRunner")
-    if runner is not None:  # as in each release whose towers run fused
+    if runner is not None:  # every known release has it
         wrap(runner, "profile_run", _profile)
 
 
