@@ -1,7 +1,7 @@
 """`python -m fusedvit.bench.ahead_of_time`: compiles every kernel that the encoder launches, without a GPU.
 
-The launches are recorded from the encoder itself, over towers x dtypes x budgets, so that what is checked is what is
-launched (`runtime/tower_launches.py`).
+The launches are recorded from the encoder itself, over towers x dtypes x budgets, so that the checked kernels are those
+that run (`runtime/tower_launches.py`).
 """
 
 import argparse
@@ -28,17 +28,17 @@ from fusedvit.runtime.tower_launches import tower_launches
 TOWERS = {name: GEOMETRIES[name] for name in FAMILIES}
 TOWERS["GLM-4.5V"] = TOWERS["GLM-4.1V-9B"].but(intermediate_size=10944)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BUDGETS = {  # patch tokens, in bf16; a tower most of whose kernels are another's has few
+BUDGETS = {  # patch tokens, in bf16; few for a tower that shares most kernels with another
     **dict.fromkeys(TOWERS, (64, 1024, 4096)),
     **dict.fromkeys(("Qwen3-VL-4B", "Qwen2-VL-7B", "Qwen3.5-0.8B"), (64, 256, 1024, 4096, 16384)),
     "Qwen3-VL-8B": tuple(ladder(64, 65536)),
 }
-ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same
-SIZES = {  # of a layer: kernels that differ in nothing else are alike in what a compiler makes of them
+ONE_BUDGET = (1024,)  # for other dtypes than bf16, whose tiles are the same
+SIZES = {  # of a layer: kernels that differ only in these compile alike
     "N", "K", "EPS", "IN_PARTS", "IN_WIDTH", "IN_LENGTH", "ROPE_COLS",
     "X_PITCH", "W_PITCH", "OUT_PITCH", "RESIDUAL_PITCH",
 }  # fmt: skip
-TARGETS = {  # by compute capability; without the GPU's name heuristics choose, whatever tuning tables there are
+TARGETS = {  # by compute capability; without a GPU's name, so that heuristics choose and not tuning tables
     target.capability: replace(target, name="")
     for target in map(target_named, ("a100", "a40", "l40s", "h100", "b200", "rtx-5090"))
 }
@@ -46,14 +46,14 @@ TARGETS = {  # by compute capability; without the GPU's name heuristics choose, 
 
 @dataclass(frozen=True)
 class Matrix:
-    """What to compile.
+    """The kernels to compile.
 
     Attributes:
-        arches: compute capabilities, of `TARGETS`.
-        dtypes: of `DTYPES`.
-        towers: of `TOWERS`.
-        budgets: of patch tokens; None for those that a tower's kernels differ in.
-        alike: the first alone of those that `kind_of` does not tell apart.
+        arches: compute capabilities, keys of `TARGETS`.
+        dtypes: keys of `DTYPES`.
+        towers: keys of `TOWERS`.
+        budgets: patch tokens; None for the budgets in which a tower's kernels differ.
+        alike: compile only the first of the kernels with the same `kind_of`.
     """
 
     arches: tuple[int, ...]
@@ -64,15 +64,15 @@ class Matrix:
 
 
 def launches_of(tower: str, dtype: str, budgets: Sequence[int], target: Target) -> list[Launch]:
-    """What graphs of these budgets, in patch tokens, launch, and what is launched around them; each kernel once."""
+    """The launches of graphs of these budgets, in patch tokens, and those around them; each kernel once."""
     family, spec = family_and_spec(TOWERS[tower])
     merged = sorted({max(1, tokens // spec.merge_unit) for tokens in budgets})
     return list(tower_launches(spec, family.names, DTYPES[dtype], target, takes_bytes=True, budgets=merged))
 
 
 def launches_around(target: Target) -> list[Launch]:
-    """What makes patches, loads them and stores outputs: in every dtype, of towers with and without a merger, with any
-    number of deepstack mergers."""
+    """The launches that make patches, load them and store outputs: in every dtype, for towers with and without a
+    merger, with any number of deepstack mergers."""
     qwen, ernie = (family_and_spec(TOWERS[name]) for name in ("Qwen3-VL-8B", "ERNIE-4.5-VL-28B-A3B"))
     towers = [ernie, *((qwen[0], replace(qwen[1], deepstack=qwen[1].deepstack[:n])) for n in range(4))]
     found = record(_launches_of_pixels)
@@ -83,7 +83,7 @@ def launches_around(target: Target) -> list[Launch]:
 
 
 def _launches_of_pixels() -> None:
-    """What turns an image or a video, and an image of planes, into patches."""
+    """Turns images and a video into patches, with their channels last and as planes, and with either pass first."""
 
     def taps(size: int) -> Taps:
         table = torch.empty(9, size, dtype=torch.int32, device="meta")
@@ -100,7 +100,7 @@ def _launches_of_pixels() -> None:
 
 @lru_cache(maxsize=1)  # once per process: it takes as long as some compilations
 def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
-    """Each distinct kernel of a matrix once, with its architecture."""
+    """Each distinct kernel of a matrix, with its architecture."""
     jobs: list[tuple[Launch, int]] = []
     for arch in matrix.arches:
         launches = dict.fromkeys(launches_around(TARGETS[arch]))
@@ -113,19 +113,19 @@ def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
 
 
 def kind_of(launch: Launch) -> tuple[object, ...]:
-    """A launch without its layer's sizes (only whether there are any), its 16-bit type either."""
+    """A launch without its layer's sizes (only whether they are 0) and without its 16-bit type."""
     constants = tuple((name, bool(value) if name in SIZES else value) for name, value in launch.constants)
     signature = tuple((name, kind.replace("bf16", "fp16")) for name, kind in launch.signature)
     return launch.kernel, signature, constants, launch.aligned, launch.options
 
 
 def _compile(index: int, matrix: Matrix) -> Compiled:
-    """One job by its number: launches hold kernels, which do not travel between processes."""
+    """Compiles one job by its number: launches hold kernels, which cannot be sent to another process."""
     return compile_or_fail(*jobs_of(matrix)[index])
 
 
 def compile_or_fail(launch: Launch, arch: int) -> Compiled:
-    """`compile_launch`, but whatever a compiler dies of is this launch's problem and not the run's end."""
+    """`compile_launch`, but an error of the compiler becomes this launch's problem and does not end the run."""
     try:
         return compile_launch(launch, arch)
     except Exception as error:
@@ -133,7 +133,7 @@ def compile_or_fail(launch: Launch, arch: int) -> Compiled:
 
 
 def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:
-    """Compiles the whole matrix in so many processes."""
+    """Compiles the whole matrix in `processes` processes."""
     jobs = jobs_of(matrix)
     if processes == 1:
         return [compile_or_fail(*job) for job in jobs]

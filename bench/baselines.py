@@ -1,9 +1,9 @@
-"""What ours is compared with: the tower as an inference engine runs it, varlen attention, torch.compile.
+"""The peers of the fused tower: the tower as an inference engine runs it, varlen attention, torch.compile.
 
-Engine-like is cuBLAS for linear layers, the fastest varlen attention there is, one fused rotary kernel in place on the
-packed q | k | v, and torch's LayerNorm, GELU and residual, everything from patches to mergers in one CUDA graph of the
-exact shape. Metadata and the interpolated position embedding are computed outside and not counted, nor is copying in
-and out.
+The engine-like peer uses cuBLAS for linear layers, the fastest varlen attention there is, one fused rotary kernel in
+place on the packed q | k | v, and torch's LayerNorm, GELU and residual, with everything from patches to mergers in one
+CUDA graph of the exact shape. Its times exclude metadata and the interpolated position embedding, which are computed
+before, and copies in and out.
 """
 
 import lzma
@@ -23,17 +23,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fusedvit.bench.towers import shared_copy
 from fusedvit.bench.workloads import Grid
 
-# q, k, v `[T, heads, head_dim]`, views of a packed buffer too, give `[T, heads, head_dim]`.
+# (q, k, v), each `[T, heads, head_dim]` and perhaps a view of a packed buffer -> `[T, heads, head_dim]`.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Where each attention sequence lies.
+    """The attention sequences of a batch.
 
     Attributes:
         cu_seqlens: `[frames + 1]` int32 on the device.
-        lengths: the same on the host, as lengths.
+        lengths: the sequences' lengths, on the host.
     """
 
     cu_seqlens: torch.Tensor
@@ -49,10 +49,10 @@ class Frames:
 
 
 def load_fa3(path: Path) -> None:
-    """Registers the operators of vLLM's FA3 build; `path` is its shared library, or that compressed (`.xz`).
+    """Registers the operators of vLLM's FA3 build; `path` is its shared library, perhaps compressed (`.xz`).
 
     Raises:
-        OSError: no such file, or not loadable here.
+        OSError: there is no such file, or it cannot be loaded here.
     """
     if hasattr(torch.ops, "_vllm_fa3_C") and hasattr(torch.ops._vllm_fa3_C, "fwd"):
         return
@@ -107,7 +107,7 @@ def varlen(frames: Frames) -> Attend:
 
 
 def by_frame(frames: Frames, scale: float | None = None) -> Attend:
-    """SDPA frame by frame: where nothing better runs (the CPU)."""
+    """SDPA frame by frame, for devices where nothing better runs (the CPU)."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         done = []
@@ -120,9 +120,9 @@ def by_frame(frames: Frames, scale: float | None = None) -> Attend:
 
 
 def available(frames: Frames, with_fa3: bool, short: bool = False) -> dict[str, Attend]:
-    """What can run this layout on this device, by name; `short`: without torch's where both others can.
+    """The attentions that can run this layout on this device, by name; `short` leaves torch's out if both others can.
 
-    Torch's (FA2) is the slowest at every layout that was measured: at best two thirds of cuDNN's speed.
+    Torch's (FA2) is the slowest at every measured layout: at best two thirds of cuDNN's speed.
     """
     if not frames.cu_seqlens.is_cuda:
         return {"torch": by_frame(frames)}
@@ -137,7 +137,7 @@ UNDEFINED = f"it is written for {' and '.join(DEFINED)} alone"
 
 
 def defined_for(tower: nn.Module) -> bool:
-    """Whether `forward` computes what the tower does."""
+    """Whether `forward` computes the same as the tower."""
     return type(tower).__name__ in DEFINED
 
 
@@ -176,7 +176,7 @@ def rotate_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int)
 
 @dataclass(frozen=True)
 class Layout:
-    """What an engine knows of a batch before its graph runs.
+    """The values that an engine has computed for a batch before its graph runs.
 
     Attributes:
         positions: `[T, hidden]`, interpolated position embedding.
@@ -190,7 +190,7 @@ class Layout:
 
 
 def lay_out(tower: nn.Module, grid: Grid, device: torch.device) -> Layout:
-    """Computed by Hugging Face's own functions."""
+    """The layout of `grid`, computed by Hugging Face's own functions."""
     from transformers import vision_utils
 
     hf: Any = tower
@@ -231,9 +231,9 @@ def forward(
 
 @dataclass(frozen=True)
 class EngineLike:
-    """One shape, ready to run: `run` replays the graph (on a CPU: runs) and fills `outputs`.
+    """One shape, ready to run: `run` replays the graph and fills `outputs`; on a CPU it runs without a graph.
 
-    `held`: what the graph reads; a graph keeps no memory alive by itself.
+    `held` keeps the graph's inputs alive, which a graph does not do by itself.
     """
 
     run: Callable[[], Any]
@@ -263,13 +263,13 @@ def prepare(tower: nn.Module, pixels: torch.Tensor, layout: Layout, attend: Atte
 
 
 def compiled(tower: nn.Module) -> dict[str, Callable[..., Any]]:
-    """torch.compile of Hugging Face's tower on the same parameters, by name. Each compiles for a minute when called."""
+    """torch.compile of Hugging Face's tower on the same parameters, by name. Each first call compiles for a minute."""
     modes = {"hf compiled": None, "hf compiled, reduce-overhead": "reduce-overhead"}
     return {n: _stepping(torch.compile(shared_copy(tower), mode=mode, dynamic=False)) for n, mode in modes.items()}
 
 
 def _stepping(module: Callable[..., Any]) -> Callable[..., Any]:
-    """`module`, told before each call that outputs of the last may be overwritten."""
+    """`module` with a mark before each call that lets CUDA graphs overwrite the last call's outputs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
@@ -281,10 +281,10 @@ def _stepping(module: Callable[..., Any]) -> Callable[..., Any]:
 def padded_in_graphs(
     tower: Any, pixel_values: torch.Tensor, pixel_position_ids: torch.Tensor
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Gemma 4's tower of Hugging Face in a CUDA graph, its blocks as they are and each compiled by `torch.compile`.
+    """Hugging Face's Gemma 4 tower in a CUDA graph, once with its blocks as they are and once with compiled blocks.
 
-    Without the padding that all images share, and without a mask, as if all were of one size: the fastest that a graph
-    of Hugging Face's code can be. The last step, whose shape depends on its content, is eager.
+    The padding that all images share is cut off, and there is no mask, as if all images had one size: no graph of
+    Hugging Face's code can be faster. The last step, whose shape depends on its content, is eager.
     """
     patches = int((pixel_position_ids >= 0).all(-1).sum(-1).max())
     images, positions = pixel_values[:, :patches].contiguous(), pixel_position_ids[:, :patches].contiguous()
@@ -325,7 +325,7 @@ def _padded_in_a_graph(
         pooled, valid = run()
 
     def call(inputs: tuple[torch.Tensor, ...] = (images, positions, none)) -> torch.Tensor:
-        """`inputs` are what the graph reads, alive as long as this."""
+        """Replays and finishes. The default of `inputs` keeps the graph's inputs alive as long as this function."""
         graph.replay()
         return finish(pooled, valid)
 

@@ -1,9 +1,9 @@
 """`python -m fusedvit.bench.compare BEFORE`: this checkout against another one, towers and workloads, on one GPU.
 
-Each checkout has a process of its own, which holds the tower and its graphs; their calls are interleaved, a burst of a
-few at a time, so that a slow spell of the machine meets both. A figure is the median over bursts; `ratio` is the median
-of (this / other), burst by burst. `wall` is from pixels and grid on the GPU to outputs that the caller owns, `replay`
-the graph alone between two events, `host` their difference. The other checkout needs only `fuse`, `warmup(calls=)`,
+Each checkout has a process of its own, which holds the tower and its graphs. Bursts of a few calls are interleaved, so
+that a slow spell of the machine hits both. A figure is the median over bursts; `ratio` is the median of (this / other),
+burst by burst. `wall` is the time from pixels and grid on the GPU to outputs that the caller owns, `replay` that of the
+graph alone between two events, `host` their difference. The other checkout needs only `fuse`, `warmup(calls=)`,
 `graphs()` and its own bench's towers, workloads and timing: this file imports nothing else of bench/.
 """
 
@@ -30,13 +30,13 @@ from fusedvit.bench.workloads import WORKLOADS, tokens
 ROOT = Path(__file__).resolve().parent.parent
 TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-CALLS = 5  # of a burst; of calls over 20 ms, 2
+CALLS = 5  # per burst; 2 if a call takes more than 20 ms
 METRICS = ("wall", "replay", "host")
-MAX_REPLAY_US = 5000.0  # of a workload whose host's share is summed up: that of longer ones drowns in their noise
+MAX_REPLAY_US = 5000.0  # longer workloads do not count in the summary of `host`: noise drowns their host time
 
 
 def serve(tower_name: str) -> int:
-    """A process of one checkout: reads workload names, a line each, and writes a burst's microseconds as JSON."""
+    """The process of one checkout: reads workload names, one per line, and writes a burst's microseconds as JSON."""
     tower, _ = towers.build(towers.GEOMETRIES[tower_name], DTYPE, DEVICE)
     handle = fuse(tower)
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -55,10 +55,10 @@ def serve(tower_name: str) -> int:
 
 
 def burst(tower: Any, handle: Any, pixels: torch.Tensor, grid: torch.Tensor) -> dict[str, float]:
-    """Medians of a few calls, in microseconds; `replay` and `host` where the call is one replay."""
+    """Medians of a few calls, in microseconds; `replay` and `host` only if the call is one replay."""
     manager = handle.graphs().manager
     before = dict(manager.stats.replays)
-    first = _wall_us(tower, pixels, grid)  # finds cold caches, as the other process ran
+    first = _wall_us(tower, pixels, grid)  # not counted: caches are cold after the other process's burst
     used = [budget for budget, count in manager.stats.replays.items() if count != before.get(budget, 0)]
     graph = manager.graph(used[0]) if len(used) == 1 else None
     taken: dict[str, list[float]] = {}
@@ -85,7 +85,7 @@ class Checkout:
 
     def __init__(self, root: Path, tower: str) -> None:
         program = f"import sys; from fusedvit.bench.compare import serve; sys.exit(serve({tower!r}))"
-        if root != ROOT:  # which may not have this file
+        if root != ROOT:  # the other checkout may lack this file
             text = Path(__file__).read_text(encoding="utf-8")
             names = f"__file__, __name__ = {__file__!r}, 'fusedvit.bench.compare'"
             program = f"import sys; {names}; exec({text!r}, globals()); sys.exit(serve({tower!r}))"
@@ -102,7 +102,7 @@ class Checkout:
         """The next line that the process writes.
 
         Raises:
-            RuntimeError: it ended.
+            RuntimeError: the process has ended.
         """
         assert self.process.stdout is not None, "its standard output is ours"
         line = self.process.stdout.readline()
@@ -124,7 +124,7 @@ class Checkout:
 
 @contextmanager
 def checkouts(roots: Mapping[str, Path], tower: str) -> Iterator[dict[str, Checkout]]:
-    """Both processes, ready: they compile at the same time."""
+    """Starts both processes, which compile in parallel, and waits until they are ready."""
     with ExitStack() as stack:
         found = {name: Checkout(root, tower) for name, root in roots.items()}
         for checkout in found.values():
@@ -153,7 +153,7 @@ def compare(both: Mapping[str, Checkout], workload: str, seconds: float) -> dict
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints a line a workload and writes the document."""
+    """Prints a line per workload and round, and writes the document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path, help="the root of another checkout")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each workload in each round")
@@ -208,7 +208,7 @@ def _passport(args: argparse.Namespace) -> dict[str, str]:
 
 
 def commit_of(root: Path) -> str:
-    """The commit of a checkout; "unknown" of a folder that is none, though it may lie in one."""
+    """The commit of a checkout; "unknown" if `root` is not a checkout's root."""
     asked = ["git", "-C", str(root), "rev-parse", "HEAD", "--show-toplevel"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     commit, _, top = done.stdout.strip().partition("\n")
@@ -224,7 +224,8 @@ def describe(found: Mapping[str, Any]) -> str:
 
 
 def summary(towers: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> dict[str, float]:
-    """Geometric means over towers, workloads and rounds, and the largest ratio that both rounds reached."""
+    """Geometric means over towers, workloads and rounds, and the largest ratio that one workload reached in every
+    round."""
     found: dict[str, float] = {}
     for metric in METRICS:
         rounds = [[r for r in rs if metric in r] for tower in towers.values() for rs in tower.values()]

@@ -1,11 +1,11 @@
 """`python -m fusedvit.bench.families`: a tower of every family, as large as a released one, against Hugging Face.
 
-On a GPU in bf16, by the tolerance rule (fusedvit/tolerance.py) with fp32 as the reference: images, a video, a mix and
-grids that no window fits. Then wall time through graphs and of Hugging Face eager, interleaved, for what passed. With
-`--cpu` in fp32 with fp64 as the reference, at the same widths with some of the blocks, and no times.
+On a GPU it compares in bf16 by the tolerance rule (fusedvit/tolerance.py) with fp32 as the reference: images, a video,
+a mix and grids that no window fits. Workloads that pass are timed: wall time through graphs and of Hugging Face eager,
+interleaved. With `--cpu` it compares in fp32 with fp64 as the reference, at the same widths with fewer blocks, without
+times.
 
-Families of the file that were not asked for stay in it: several runs make one document, and every family has the
-passport of its own run.
+Other families in the file stay in it, so several runs can make one document. Every family has the passport of its run.
 """
 
 import argparse
@@ -59,7 +59,7 @@ CHECKED: dict[str, Grid] = {
     "video": [(4, 20, 26)],
     "mix": [(1, 16, 40), (3, 14, 18), (1, 2, 2), (1, 30, 10)],
 }
-# Of towers that take padded images: what processors make of images, 70 to 1120 merged tokens, and a batch of them.
+# For towers that take padded images: sizes that processors produce, 70 to 1120 merged tokens, and a batch of them.
 PADDED_TIMED: dict[str, Grid] = {"672 x 960": [(1, 42, 60)], "8 x 672 x 960": [(1, 42, 60)] * 8}
 PADDED_CHECKED: dict[str, Grid] = {
     "70 tokens": [(1, 21, 30)],
@@ -78,7 +78,7 @@ BUDGETS = (256, 1024, 2048)  # merged tokens
 
 
 def measure(geometry: Geometry, device: torch.device, seconds: float, workloads: Sequence[str] = ()) -> dict[str, Any]:
-    """Parity in bf16 over every grid, or those named in `workloads`, then times of those that passed."""
+    """Parity in bf16 for every grid, or for those named in `workloads`, and times of the timed grids that pass."""
     padded = geometry.merge != 2
     timed = TIMED | PADDED_TIMED if padded else TIMED
     grids = timed | CHECKED | PADDED_CHECKED if padded else timed | CHECKED
@@ -101,7 +101,7 @@ def measure(geometry: Geometry, device: torch.device, seconds: float, workloads:
                      for who, module in (("hf", tower), ("ours", ours))]  # fmt: skip
             cost[workload] = cost_of(calls, device, seconds)
             print(workload, json.dumps([parity[workload], cost[workload]]), file=sys.stderr, flush=True)
-            if workload in PADDED_TIMED:  # a peer that fails costs nothing but its figures
+            if workload in PADDED_TIMED:  # after the figures above are printed, as these peers may fail
                 peers = baselines.padded_in_graphs(tower, inputs, **named)
                 calls += [Contender(who, call) for who, call in peers.items()]
                 cost[workload] = cost_of(calls, device, seconds)
@@ -111,7 +111,7 @@ def measure(geometry: Geometry, device: torch.device, seconds: float, workloads:
 
 
 def measure_on_cpu(geometry: Geometry) -> dict[str, Any]:
-    """Parity in fp32. One tower is widened to fp64 and narrowed again, which is exact: two would not fit in memory."""
+    """Parity in fp32. One tower is cast to fp64 and back, which is exact: two towers would not fit in memory."""
     config = class_of(geometry).config_class(**geometry.numbers)
     blocks = min(DEPTH_ON_CPU, getattr(config, depth_name(config)))
     tower = build_one(shallow(geometry, blocks), torch.float32, torch.device("cpu"))
@@ -126,7 +126,7 @@ def measure_on_cpu(geometry: Geometry) -> dict[str, Any]:
 
 
 def _outputs(tower: nn.Module, geometry: Geometry, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
-    """Every output for every grid, from the same pixels in any dtype."""
+    """Every output for every grid; the pixels are the same in any dtype."""
     found = {}
     for name, grid in CHECKED_ON_CPU.items():
         rows = geometry.rows(grid)
@@ -136,8 +136,7 @@ def _outputs(tower: nn.Module, geometry: Geometry, dtype: torch.dtype) -> dict[s
 
 
 def cost_of(calls: list[Contender], device: torch.device, seconds: float) -> dict[str, Any]:
-    """Times of "hf", "ours" and peers, the median call of each burst, and ratios burst by burst: of "hf" to "ours", and
-    of each peer."""
+    """Times of "hf", "ours" and peers, as the median call of each burst, and ratios to "ours" burst by burst."""
     bursts = interleaved_bursts(calls, device, seconds)
     found: dict[str, Any] = {name: asdict(spread(burst.ms)) for name, burst in bursts.items()}
     found["speedup"] = asdict(ratios(bursts["hf"].ms, bursts["ours"].ms))
@@ -147,7 +146,7 @@ def cost_of(calls: list[Contender], device: torch.device, seconds: float) -> dic
 
 
 def _described(geometry: Geometry, spec: VisionSpec) -> dict[str, Any]:
-    """The tower's numbers, without those at their default, and its names."""
+    """The tower's names, and its numbers that differ from their defaults."""
     numbers = {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) != f.default}
     return {"tower": numbers, "class": geometry.class_name, "others": geometry.others}
 
@@ -160,7 +159,7 @@ def _replays(handle: FusedEncoder) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the document after every family; the exit code is 1 where an output is out of tolerance."""
+    """Writes the document after every family; the exit code is 1 if an output is out of tolerance."""
     parser = arguments(__doc__)
     parser.add_argument("--family", nargs="*", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--cpu", action="store_true", help="fp32 against fp64, without times")
@@ -182,13 +181,13 @@ def main(argv: list[str] | None = None) -> int:
         print(name, json.dumps({k: found.get(k) for k in ("failed", "parity", "cost")}), file=sys.stderr, flush=True)
         write(path, {**document, "passport": here})
         broken |= any(not verdict["passed"] for verdict in found.get("parity", {}).values())
-        gc.collect()  # a fused tower and its handle hold each other, gigabytes of them
+        gc.collect()  # a fused tower and its handle are a reference cycle, of gigabytes
         torch.cuda.empty_cache()
     return int(broken)
 
 
 def _found(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What was measured of one family, or why nothing was, so that the others are measured anyway."""
+    """The measurements of one family, or why there are none, so that other families are still measured."""
     geometry = GEOMETRIES[name]
     if class_of(geometry) is None:
         return {"absent": "not in this version of transformers"}

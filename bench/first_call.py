@@ -1,8 +1,8 @@
 """`python -m fusedvit.bench.first_call`: what users wait for before calls run fused. Needs a GPU; takes four minutes.
 
-Every scenario is a process of its own, with an empty Triton cache unless it says otherwise: calls of ten image sizes in
-a loop, `warmup()` cold and warm, and one call a second on two cores. Calls are timed with the GPU at rest before and
-after. Hugging Face's own first call and medians come from processes of their own, on the same cores.
+Every scenario runs in a process of its own, with an empty Triton cache unless stated: calls of ten image sizes in a
+loop, `warmup()` cold and warm, and one call a second on two cores. Calls are timed with the GPU at rest before and
+after. Hugging Face's own first call and medians come from separate processes on the same cores.
 """
 
 import cProfile
@@ -35,10 +35,10 @@ GEOMETRY = "Qwen3-VL-8B"
 SIDES = (448, 224, 336, 512, 576, 672, 768, 896, 1024, 1344)  # pixels; the first call is one of 448
 LOOP_SECONDS, WARM_SECONDS, SLOW_SECONDS = 60.0, 12.0, 60.0
 PAUSE = 1.0  # seconds between calls on two cores, ours and Hugging Face's
-SCENARIO_SECONDS = 150.0  # that a whole scenario may take
+SCENARIO_SECONDS = 150.0  # the most that a whole scenario may take
 MEDIAN_OF = 15
-KEPT = 16  # slowest calls of a scenario, in the document
-CLOSE = 0.03  # relative error of a fused answer against the original code's, by norms
+KEPT = 16  # slowest calls of a scenario that the document lists
+CLOSE = 0.03  # bound on a fused output's error relative to the original's, by norms
 BARS = {  # name in the result: (at most, what it is)
     "slowest_of_hf": (3.0, "slowest call but the first / Hugging Face's median of its size"),
     "new_size_of_hf": (3.0, "slowest first call of a size but the very first / Hugging Face's own first of it"),
@@ -54,7 +54,7 @@ BARS = {  # name in the result: (at most, what it is)
     "two_cores_fused_s": (40.0, "two cores, one call a second: s until the first fused answer"),
     "two_cores_of_hf": (2.0, "two cores, one call a second: slowest but the first / Hugging Face's median"),
 }
-FUSED = {"first_fused_s": "loop", "all_fused_s": "loop", "two_cores_fused_s": "two_cores"}  # there once calls run fused
+FUSED = {"first_fused_s": "loop", "all_fused_s": "loop", "two_cores_fused_s": "two_cores"}  # need calls that ran fused
 
 
 class Tower:
@@ -81,7 +81,7 @@ class Tower:
         return time.perf_counter() - begin, outputs
 
     def error(self, side: int) -> float:
-        """Relative error of a call against the original code's answer, by norms."""
+        """Error of a call's output relative to the original code's, by norms."""
         ours = self.timed(side)[1].pooler_output.float()
         pixels, grid = self.inputs[side]
         theirs = self.module(pixels.requires_grad_(), grid_thw=grid).pooler_output.detach().float()
@@ -90,8 +90,8 @@ class Tower:
 
 
 def hugging_face(pause: float = 0.0, sides: tuple[int, ...] = SIDES) -> dict[str, Any]:
-    """Its first call, its first of each size, which chooses algorithms for it, and its medians: one call every `pause`
-    seconds, and one behind another."""
+    """Hugging Face's first call, its first of each size, which chooses algorithms for the size, and its medians: with
+    one call every `pause` seconds, and without pauses."""
     tower = Tower()
     first = tower.timed(sides[0])[0]
     firsts, medians, close = {}, {}, {}
@@ -109,7 +109,7 @@ def _paced(tower: Tower, side: int, pause: float) -> float:
 
 
 def loop(seconds: float, pause: float = 0.0, sides: tuple[int, ...] = SIDES, until_fused: bool = False) -> Any:
-    """Calls of `sides` in turn for `seconds`, or until one has run fused."""
+    """Calls of the sizes `sides`, cyclically, for `seconds`; with `until_fused` only until one has run fused."""
     tower = Tower()
     begin = time.perf_counter()
     handle = fuse(tower.module)
@@ -142,7 +142,7 @@ def warm_up() -> dict[str, Any]:
 
 
 def counted(handle: FusedEncoder) -> dict[str, Any]:
-    """What the handle counted, and processor seconds of the processes that compiled."""
+    """The handle's counters, and CPU seconds of the compiling processes."""
     stats = handle.stats()
     time.sleep(1.0)  # until these processes have ended
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -170,7 +170,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 def in_process(
     scenario: str, cache: str, report: Callable[[str], None], profile: bool = False, kernels: str = ""
 ) -> dict[str, Any]:
-    """Runs a scenario in a process of its own, on the Triton cache in the folder `cache`; `kernels` is a folder of
+    """Runs a scenario in a process of its own with the Triton cache in the folder `cache`; `kernels` is a folder from
     `fusedvit compile`."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "fusedvit.bench.first_call", "--scenario", scenario, "--json", file.name]
@@ -195,7 +195,7 @@ def in_process(
 
 
 def judged(found: dict[str, Any]) -> dict[str, float]:
-    """The figures that have bars, of the scenarios that ended."""
+    """The figures that have bars, from the scenarios that did not fail."""
     figures: dict[str, float] = {}
     ok = {name: result for name, result in found.items() if "failed" not in result}
     if "hugging_face" in ok and "loop" in ok:
@@ -237,7 +237,7 @@ def _of_loop(calls: list[dict[str, Any]], theirs: dict[str, Any]) -> dict[str, f
 
 
 def problems(found: dict[str, Any]) -> list[str]:
-    """Scenarios that failed, answers that are wrong and bars that are missed."""
+    """Failed scenarios, wrong outputs and missed bars."""
     said = [f"{name}: {result['failed']}" for name, result in found.items() if "failed" in result]
     for name, result in found.items():
         errors = {**result.get("errors", {}), **({"warmup": result["error"]} if "error" in result else {})}
@@ -293,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _shortened(result: dict[str, Any]) -> dict[str, Any]:
-    """Of thousands of calls the number and the slowest."""
+    """`result` with its thousands of calls reduced to their number and the slowest ones."""
     calls = result.get("calls", [])
     slowest = sorted(calls, key=lambda call: -float(call["s"]))[:KEPT]
     return {**result, "calls": {"count": len(calls), "slowest": slowest}} if calls else result

@@ -1,8 +1,8 @@
 """`python -m fusedvit.bench.graph_stress`: whether replayed graphs give right outputs under stress. Needs a GPU.
 
-On a tower of Qwen3-VL-8B's width with four blocks, so that tens of thousands of calls fit in a minute. Each check
-returns counts; those in `BAD` count what is wrong, and every one must be zero. The document is written after each
-check, so that what stops one loses none of the others. `--two-gpus` runs the checks that need two.
+It runs a tower of Qwen3-VL-8B's width with four blocks, so that tens of thousands of calls fit in a minute. Each check
+returns counts; those named in `BAD` count faults and must be zero. The document is written after each check, so that a
+check that stops loses none of the others. `--two-gpus` runs the checks that need two.
 """
 
 import contextlib
@@ -35,16 +35,16 @@ from fusedvit.runtime.runner import Runtime, run_eager
 DEVICE = torch.device("cuda")
 FOUR_BLOCKS = GEOMETRIES["Qwen3-VL-8B"].but(depth=4, deepstack_visual_indexes=[0])
 CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64, compile="now")
-BAD = ("wrong", "with_nan", "changed", "wrongly_answered", "not_right", "compiles")  # counts of a check: 0 each
-CLOSE = 0.02  # relative difference of two budgets' graphs, by norms: several times what bf16 rounds
+BAD = ("wrong", "with_nan", "changed", "wrongly_answered", "not_right", "compiles")  # counts of faults: 0 each
+CLOSE = 0.02  # relative difference of two budgets' graphs, by norms: several times bf16's rounding
 FREE_MIB: list[float] = [4096, 256, 128, 64, 32, 16, 8, 4, 2, 2048]
 
 
 def poison_buffers(buffers: EncoderBuffers) -> None:
-    """NaN into every float and fixed garbage into every integer of `buffers`, so that a launch that reads what this run
-    did not write shows.
+    """Fills floats of `buffers` with NaN and integers with fixed garbage: a launch that reads values which this run did
+    not write then gives wrong outputs.
 
-    Counters of split products are left alone: every launch leaves them at zero.
+    Counters of split-K are left alone: every launch leaves them at zero.
     """
     for name, tensor in buffers.tensors().items():
         if name == "scratch.counters":
@@ -67,7 +67,7 @@ def random_grid(rng: random.Random, largest: int = 3000) -> Grid:
 
 
 def call(tower: nn.Module, pixels: torch.Tensor, grid: Grid | torch.Tensor) -> list[torch.Tensor]:
-    """Every tensor of one fused call; a grid that is no tensor goes as one on the CPU."""
+    """Every tensor of one fused call; a grid that is no tensor becomes one on the CPU."""
     out = tower(pixels, grid_thw=torch.as_tensor(grid))
     return [out.last_hidden_state, out.pooler_output, *out.deepstack_features]
 
@@ -78,12 +78,12 @@ def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 
 
 def somewhere(grid: Grid, i: int) -> torch.Tensor:
-    """On the GPU for even `i`, on the CPU for odd: the host has not read it when its replay begins, or has."""
+    """`grid` on the GPU for even `i`, where the host has not read it when the replay begins; on the CPU for odd `i`."""
     return torch.tensor(grid, device=("cuda", "cpu")[i % 2])
 
 
 def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
-    """The same items without a graph, in one batch, with the configurations of the budget they fall into."""
+    """Outputs of the same items without a graph, in one batch, with the configurations of their budget."""
     parameter = next(handle.tower.parameters())
     runtime = Runtime(
         handle.spec, handle.weights, parameter.device, parameter.dtype, handle.graphs(), limits=handle.graphs().limits
@@ -93,7 +93,7 @@ def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.
 
 
 def random_cases(tower: nn.Module, handle: FusedEncoder, rng: random.Random, count: int, largest: int) -> list[Any]:
-    """(Grid on either side, its pixels, the eager answer), `count` times."""
+    """(grid on the GPU or the CPU, its pixels, the eager outputs), `count` times."""
     cases = []
     for i in range(count):
         grid = random_grid(rng, largest)
@@ -103,7 +103,7 @@ def random_cases(tower: nn.Module, handle: FusedEncoder, rng: random.Random, cou
 
 
 def at_once(work: Callable[[int], None], threads: int) -> None:
-    """`work(0)` to `work(threads - 1)`, each on a thread of its own."""
+    """Runs `work(0)` to `work(threads - 1)`, each on a thread of its own."""
     workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
     for worker in workers:
         worker.start()
@@ -119,7 +119,7 @@ def poison(handle: FusedEncoder) -> None:
 
 
 def graph_equals_eager(tower: nn.Module, handle: FusedEncoder, batches: int) -> dict[str, int]:
-    """Random batches, poisoned between replays; small, large, small at the end."""
+    """Random batches, with buffers poisoned between replays; at the end a small, a large and a small one."""
     rng = random.Random(0)
     grids = [random_grid(rng) for _ in range(batches)] + [[(1, 4, 4)], [(1, 48, 48)], [(1, 4, 4)]]
     wrong = nans = 0
@@ -134,7 +134,7 @@ def graph_equals_eager(tower: nn.Module, handle: FusedEncoder, batches: int) -> 
 
 
 def held_outputs(tower: nn.Module, calls: int) -> dict[str, int]:
-    """Outputs that later calls changed, by checksums right after their call and at the end."""
+    """Outputs that later calls changed: checksums are compared right after the call and after up to 500 calls."""
     rng = random.Random(1)
     held: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     changed = 0
@@ -157,7 +157,7 @@ def _changed(held: list[tuple[list[torch.Tensor], torch.Tensor]]) -> int:
 
 
 def equal_totals(tower: nn.Module, handle: FusedEncoder, pairs: int) -> dict[str, int]:
-    """Two layouts with one total, one after the other: neither may get the other's boundaries."""
+    """Two layouts with the same total, one after the other: neither may get the other's boundaries."""
     rng = random.Random(2)
     wrong = 0
     for i in range(pairs):
@@ -185,7 +185,7 @@ def _equal_pair(rng: random.Random) -> tuple[Grid, Grid]:
 def threads_and_streams(
     tower: nn.Module, handle: FusedEncoder, threads: int, streams: int, calls: int
 ) -> dict[str, int]:
-    """Threads that call at once, each cycling through its own streams, against outputs computed before."""
+    """Threads that call at once, each cycling through its own streams; outputs are compared with earlier ones."""
     cases = random_cases(tower, handle, random.Random(3), 16, 900)
     torch.cuda.synchronize()
     wrong = [0] * threads
@@ -238,9 +238,9 @@ def captures_under_load(tower: nn.Module, handle: FusedEncoder, captures: int) -
 
 
 def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float]) -> dict[str, Any]:
-    """Calls with only so many MiB of memory free: the output is right, or the call raises for want of memory.
+    """Calls with only `free_mib` MiB of memory free: the output must be right, or the call raises out of memory.
 
-    Afterwards, with memory back, the output must be right, and the tower must hold nothing more than before.
+    Afterwards, with memory back, the output must be right; `leak_mib` is the memory that is held more than before.
     """
     grid: Grid = [(1, 16, 16), (2, 8, 8)]
     pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0)
@@ -272,7 +272,7 @@ def _try(tower: nn.Module, pixels: torch.Tensor, grid: Grid, want: list[torch.Te
 
 @contextlib.contextmanager
 def _only(room: float) -> Iterator[None]:
-    """Leaves `room` MiB free: limits the process, and allocates everything under the limit but that."""
+    """Leaves `room` MiB free: limits the process's memory, and allocates all but that under the limit."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + (room + 256) * 2**20) / total))
     hogs = []
@@ -296,9 +296,9 @@ def _only(room: float) -> Iterator[None]:
 def soak(tower: nn.Module, handle: FusedEncoder, calls: int) -> dict[str, Any]:
     """Random calls in one process: device and host memory, latency and compiles over time.
 
-    Every 16th output is compared with an eager run's. Memory is sampled ten times after the first tenth, in which
-    allocators settle; a slope is the last sample less the first, by 1,000 calls. The drift is the 99th percentile of
-    the last tenth over that of the second.
+    Every 16th output is compared with an eager run's. Memory is sampled at the end of every tenth but the first, in
+    which allocators settle; a slope is the last sample less the first, per 1,000 calls. The drift is the relative rise
+    of the 99th percentile from the second tenth to the last.
     """
     rng = random.Random(4)
     cases = random_cases(tower, handle, rng, 96, 700)
@@ -335,7 +335,8 @@ def _resident_kib() -> float:
 
 
 def hostile_grids(tower: nn.Module, handle: FusedEncoder, grids: int) -> dict[str, int]:
-    """Grids with an entry replaced, on either side: what is no grid of its pixels raises, and leaves the next right."""
+    """Grids with one entry replaced, on the GPU or the CPU: a grid that does not fit its pixels must raise, and the
+    next call must be right."""
     rng = random.Random(5)
     entries = (0, -1, -2, 1, 3, 2**31 - 1, 2**31, 2**32 + 2, 2**62, -(2**63))
     refused = answered = wrongly_answered = not_right = 0
@@ -363,7 +364,7 @@ def _is_grid(rows: list[list[int]], patches: int) -> bool:
 
 
 def bad_pixels(tower: nn.Module, handle: FusedEncoder, batches: int) -> dict[str, int]:
-    """NaN or Inf in one item of several: every other item keeps its bits, the buffers poisoned before each call."""
+    """NaN or Inf in one item of several: every other item must keep its bits. Buffers are poisoned before the call."""
     rng = random.Random(6)
     wrong = 0
     for i in range(batches):
@@ -384,7 +385,7 @@ def bad_pixels(tower: nn.Module, handle: FusedEncoder, batches: int) -> dict[str
 
 
 def repeats(tower: nn.Module, calls: int) -> dict[str, int]:
-    """The same calls again, now in a graph's other contents: the same bits."""
+    """Repeated calls, interleaved with others in the same graphs, must give the same bits."""
     rng = random.Random(7)
     grids = [random_grid(rng) for _ in range(8)]
     cases = [(grid, pixels_for(tower, grid, torch.bfloat16, DEVICE, i)) for i, grid in enumerate(grids)]
@@ -398,9 +399,9 @@ def repeats(tower: nn.Module, calls: int) -> dict[str, int]:
 
 
 def long_videos(tower: nn.Module, frames: tuple[int, ...]) -> dict[str, Any]:
-    """Videos of so many frames, cut into graphs: each clip of one is right, and is as any other of them; MiB at most.
+    """Videos that repeat a clip, cut into several graphs: each clip must be right. Also reports peak memory in MiB.
 
-    Graphs of two budgets differ in roundings, so that the clip by itself, in a smaller one, is a reference in norm.
+    The reference, the clip alone in a smaller graph, is compared by norms: graphs of two budgets round differently.
     """
     clip = pixels_for(tower, [(16, 8, 8)], torch.bfloat16, DEVICE, 0)
     want = call(tower, clip, [(16, 8, 8)])
@@ -423,7 +424,7 @@ def long_videos(tower: nn.Module, frames: tuple[int, ...]) -> dict[str, Any]:
 
 
 def towers_on_two(calls: int) -> dict[str, int]:
-    """A tower on each GPU, called from one thread with either device current, and from two threads at once."""
+    """A tower on each GPU, called from one thread with either device current, then from two threads at once."""
     towers = [build(FOUR_BLOCKS, torch.bfloat16, DEVICE)[0]]
     towers.append(copy.deepcopy(towers[0]).to("cuda:1"))
     handles = [fuse(tower, CONFIG) for tower in towers]
@@ -472,7 +473,8 @@ class _Pooled(nn.Module):
 
 
 def sharded(calls: int) -> dict[str, Any]:
-    """FSDP2 over NCCL, a process a GPU, parameters freed between uses: right, and by which code."""
+    """FSDP2 over NCCL, one process per GPU, with parameters freed between uses: outputs must be right; `stats` says
+    which code ran."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_sharded_rank, (folder, calls), nprocs=2)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
@@ -507,7 +509,7 @@ def _sharded_rank(rank: int, folder: str, calls: int) -> None:
 
 
 def on_one_gpu(scale: float) -> dict[str, Callable[[], Any]]:
-    """Every check of one GPU by name, on one fused tower; `scale` shortens them all."""
+    """Every check for one GPU by name, on one fused tower; `scale` shortens them all."""
 
     def times(n: int) -> int:
         return max(1, int(n * scale))
@@ -542,24 +544,24 @@ def on_two_gpus(scale: float) -> dict[str, Callable[[], Any]]:
 
 
 def run(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a check found and how long it took; `error` where it raised."""
+    """The counts of a check and how long it took; `error` if it raised."""
     begin = time.perf_counter()
     try:
         with torch.inference_mode():
             found = check()
         torch.cuda.synchronize()
-    except Exception:  # whatever it was: the other checks still run, and the document says so
+    except Exception:  # of any kind: the document records it, and the other checks still run
         found = {"error": traceback.format_exc()}
     return found | {"took_s": time.perf_counter() - begin}
 
 
 def wrong_in(found: dict[str, dict[str, Any]]) -> int:
-    """What is wrong in all checks; one that raised counts too."""
+    """The faults of all checks; a check that raised counts as one."""
     return sum("error" in part or sum(part.get(name, 0) for name in BAD) for part in found.values())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the counts as JSON; the exit code is 1 where an output was wrong."""
+    """Writes the counts as JSON; the exit code is 1 if there was any fault."""
     parser = arguments(__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the repetitions")
     parser.add_argument("--only", nargs="*", metavar="CHECK", help="these checks alone")

@@ -1,6 +1,6 @@
-"""One operation alone: a case with random data of the right shapes, its check, its peers and its cost; and its times.
+"""One operation alone: a case with random data of the right shapes, its check, its peers, its cost and its times.
 
-Weights and biases come in several sets, together larger than L2, and launches use them in rotation: in a tower every
+Weights and biases come in several sets, together larger than L2, and launches rotate through them: in a tower every
 layer finds its weights in memory, not in L2.
 """
 
@@ -39,17 +39,17 @@ from fusedvit.model.weights import in_lines, row_pitch
 from fusedvit.tolerance import Comparison, compare
 
 ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
-MANY_ROWS, FEW_SETS = 8192, 3  # whose activations alone push weights out of L2
+MANY_ROWS, FEW_SETS = 8192, 3  # from this many rows on, activations alone push weights out of L2
 GRAPH_MS, MOST_CALLS = (
     0.3,
     10,
-)  # of one graph of attention: starting a graph takes 10 us, which short launches would show
-SPARE_ROWS = 256  # after a tensor's last row in its buffer: a tile's or more
-STATS_WIDTH = 128  # channels of a partial statistic that an input comes with
+)  # per graph of attention: starting a graph takes 10 us, which would distort short launches
+SPARE_ROWS = 256  # after a tensor's last row in its buffer: at least a tile's
+STATS_WIDTH = 128  # channels that a partial statistic of an input covers
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
 ROWS = (256, 784, 1296, 4096, 16384)
 ROWS_ON_CPU = (64,)
-STATS_FROM = {"qkv": "fc2", "fc1": "proj", "deepstack_fc1": "fc2"}  # which operation wrote the statistics that it reads
+STATS_FROM = {"qkv": "fc2", "fc1": "proj", "deepstack_fc1": "fc2"}  # reader -> writer of its statistics
 SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a video's frame
     "64 x 256": (256,) * 64,
     "16 x 1024": (1024,) * 16,
@@ -60,7 +60,7 @@ SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a vide
     "1 x 16384": (16384,),
 }
 SEQUENCES_ON_CPU = {"2 x 40": (40, 40)}
-NO_KERNEL, TORCH_PRODUCT = "torch reference", "torch product + bias"  # what runs on a CPU
+NO_KERNEL, TORCH_PRODUCT = "torch reference", "torch product + bias"  # names of what runs on a CPU
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Case:
     """`run(config, i)` launches with the i-th set of weights; `check(config)` compares a run with the reference.
 
     Attributes:
-        sets: how many sets of weights there are, or, where there are none, launches that are timed together.
-        fill: (rows) sets how much content the next runs have; None where the content is fixed.
-        peers: other implementations by name; `peer(i)`.
+        sets: the number of sets of weights; without weights, the number of launches that are timed together.
+        fill: `fill(rows)` sets the row count of the next runs; None if it is fixed.
+        peers: other implementations by name, called as `peer(i)`.
     """
 
     run: Callable[[Any, int], Any]
@@ -82,10 +82,10 @@ class Case:
 
 
 def wrong_twice(config: Any, cases: Sequence[Case], again: Callable[[], Sequence[Case]]) -> str:
-    """Why `config` breaks the tolerance rule in one of `cases`, and then in one of `again`, on other data; or "".
+    """Why `config` breaks the tolerance rule in one of `cases`, and again in one of `again`, on other data; or "".
 
-    One set of random data in hundreds is beyond the rule's maximum by chance, for attention that subtracts a fixed
-    offset instead of a running maximum.
+    Attention that subtracts a fixed offset instead of a running maximum exceeds the rule's maximum by chance, for one
+    set of random data in hundreds.
     """
     reason = ""
     for drawn in (lambda: cases, again):
@@ -96,7 +96,7 @@ def wrong_twice(config: Any, cases: Sequence[Case], again: Callable[[], Sequence
 
 
 def supported(task: Task) -> bool:
-    """Whether there is a case for it: an epilogue of parts that are known here."""
+    """Whether there is a case for `task`: attention, or an epilogue of parts that are known here."""
     return task.key.op == backends.ATTENTION or set(task.key.kind.split("+")) <= KINDS
 
 
@@ -109,11 +109,11 @@ def linear_case(
     stats: int = STATS_WIDTH,
     sets: int | None = None,
 ) -> Case:
-    """A linear layer with `rows` rows of content, in buffers of as many.
+    """A linear layer with `rows` rows of content in buffers with a capacity of as many.
 
     Args:
-        stats: channels that one partial statistic of its input covers.
-        sets: of weights; None for as many as push each other out of L2.
+        stats: channels that one partial statistic of the input covers.
+        sets: number of sets of weights; None for enough to push each other out of L2.
     """
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
     sets = sets or rotated_sets(n * k * dtype.itemsize, rows, device)
@@ -145,7 +145,7 @@ def linear_case(
 def _epilogue(
     parts: set[str], spec: VisionSpec, common: dict[str, Any], rows: int, n: int, config: Any, i: int
 ) -> Epilogue:
-    """The epilogue with the i-th set of weights; `common` is what `_inputs` gave."""
+    """The epilogue with the i-th set of weights; `common` is the result of `_inputs`."""
     return Epilogue(
         common["bias"][i],
         NormFold(common["stats"], common["colsum"][i], spec.norm_eps) if parts & {"norm", "rms"} else None,
@@ -170,7 +170,7 @@ def rotated_sets(weight_bytes: int, rows: int, device: torch.device) -> int:
 def _inputs(
     parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[torch.Tensor], n: int, stats_width: int
 ) -> dict[str, Any]:
-    """What the epilogue reads, and room for what it writes besides the output."""
+    """The inputs of the epilogue, and memory for what it writes besides the output."""
     rows, device, dtype = x.shape[0], x.device, x.dtype
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual", "heads"))
     folded = bool(parts & {"norm", "rms"})
@@ -179,7 +179,7 @@ def _inputs(
     found["moments"] = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
     found["scratch"] = Scratch.zeros(MAX_SUMS, MAX_COUNTERS, device)
     if folded:
-        producing = x.reshape(-1, spec.hidden_size)  # several of its rows are one of a merger
+        producing = x.reshape(-1, spec.hidden_size)  # a row of a merger is several of these
         values = producing.shape[0] * -(-spec.hidden_size // stats_width) * 2
         storage = torch.empty(values, dtype=torch.float32, device=device)
         stats = RowStats.over(storage, producing.shape[0], spec.hidden_size, stats_width)
@@ -209,8 +209,8 @@ def _inputs(
 def _as_torch_rounds(
     x: torch.Tensor, w: torch.Tensor, count: torch.Tensor, e: Epilogue, config: Any, rounded: torch.Tensor
 ) -> torch.Tensor:
-    """PyTorch's own output, which the tolerance rule needs: it rounds the product before an activation or a residual.
-    `rounded` where neither follows."""
+    """PyTorch's own output for the tolerance rule: PyTorch rounds the product before an activation or a residual. If
+    neither follows, it is `rounded`."""
     if e.residual is None and e.activation not in ACTIVATIONS:
         return rounded
     product = linear_ref.linear(x, w, count, torch.empty_like(rounded), Epilogue(bias=e.bias, norm=e.norm), config)
@@ -227,11 +227,11 @@ def attention_case(
     device: torch.device,
     fa3: bool,
 ) -> Case:
-    """Sequences of `lengths`, packed; there is one set, as in a tower q, k and v were just written."""
+    """Sequences of `lengths`, packed. There is one set of data, since a tower has just written q, k and v."""
     rows, c = sum(lengths), heads * head_dim
     theirs = _random(rows, 3 * c, dtype=dtype, device=device)  # q | k | v
     out = torch.empty(rows, c, dtype=dtype, device=device)
-    qkv = torch.cat([theirs[:, :c] * query_scale(head_dim), theirs[:, c:]], 1)  # they scale scores
+    qkv = torch.cat([theirs[:, :c] * query_scale(head_dim), theirs[:, c:]], 1)  # peers scale the scores instead
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     segments_for = functools.cache(functools.partial(_segments, cu, lengths))
 
@@ -244,7 +244,7 @@ def attention_case(
 
     @functools.cache
     def references() -> tuple[torch.Tensor, torch.Tensor]:
-        """In fp32, and PyTorch's own."""
+        """The output in fp32, and PyTorch's own."""
         unused: Any = None
         ref = attention_ref.attention(qkv.float(), segments_for(64), out.float(), heads, head_dim, unused)
         scaled = qkv.view(rows, 3, heads, head_dim).unbind(1)
@@ -270,8 +270,8 @@ def _segments(cu: torch.Tensor, lengths: tuple[int, ...], block_m: int) -> Segme
 
 
 def _in_buffer(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[rows, cols]`, not filled, with the row pitch of the encoder's buffers and memory after the last row: a budget
-    that is not the largest is a view of a larger buffer."""
+    """`[rows, cols]`, uninitialised, with the row pitch of the encoder's buffers and with memory after the last row:
+    in an encoder, the buffer of any budget but the largest is a view of a larger one."""
     return torch.empty(rows + SPARE_ROWS, row_pitch(cols, dtype), dtype=dtype, device=device)[:rows, :cols]
 
 
@@ -284,12 +284,12 @@ class OperationRow:
     """One operation at one size.
 
     Attributes:
-        op: as in `plan.EncoderPlan`.
-        backend: of the kernel that ran; on a CPU `NO_KERNEL`.
-        us: microseconds of ours, None where its answer broke the tolerance rule.
+        op: its name in `plan.EncoderPlan`.
+        backend: the backend of the kernel that ran; on a CPU `NO_KERNEL`.
+        us: microseconds of ours; None if its output breaks the tolerance rule.
         peers_us: microseconds of each peer.
-        floor_us: of the workloads, an H200's; None on a CPU.
-        reason: why there is no number.
+        floor_us: the roofline of bench/workloads.py, an H200's; None on a CPU.
+        reason: why `us` is None.
     """
 
     tower: str
@@ -323,8 +323,8 @@ def measure(
 
     Args:
         fa3: FA3's library, for a peer of attention.
-        step: is told what is measured.
-        sizes: patch rows; all of `ROWS` where it is empty.
+        step: called with the name of each measurement.
+        sizes: patch rows; if empty, all of `ROWS`.
     """
     if fa3 is not None:
         baselines.load_fa3(fa3)
@@ -364,7 +364,7 @@ def linear_jobs(name: str, rows: int, dtype: torch.dtype, device: torch.device) 
 
 
 def compile_jobs(jobs: Sequence[Job], dtype: torch.dtype, device: torch.device) -> None:
-    """Compiles what will run, on all cores; only the shapes of a case matter here."""
+    """Compiles the kernels that will run, on all cores; of a case only the shapes matter here."""
     target = Target.of(device)
     with compiling_only():
         for job in jobs:
@@ -385,7 +385,7 @@ def _row(job: Job, dtype: torch.dtype, device: torch.device) -> OperationRow:
 
 
 def _times_us(case: Case, config: Any, device: torch.device) -> tuple[dict[str, float], str]:
-    """Microseconds of "ours" and of the peers, interleaved; why ours, if its output is wrong, has none, or ""."""
+    """Microseconds of "ours" and of the peers, interleaved; and why "ours" is missing as its output is wrong, or ""."""
     wrong = case.check(config).reason
     ours: dict[str, Callable[[int], Any]] = {} if wrong else {"ours": functools.partial(case.run, config)}
     runs = {**case.peers, **ours}

@@ -1,4 +1,4 @@
-"""What the programs of bench/ share: their arguments, where their figures come from, and the documents they write."""
+"""Helpers of the programs of bench/: their arguments, the origin of their figures, and their documents."""
 
 import argparse
 import datetime
@@ -32,7 +32,7 @@ def arguments(about: str) -> argparse.ArgumentParser:
 
 
 def _document(given: str) -> Path:
-    """Refused before the work, so that nothing is lost after it."""
+    """The path of a document. A wrong one is refused before the work, so that no results are lost after it."""
     path = Path(given)
     if not given or path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"a file in a folder that is there expected, got {given!r}")
@@ -40,14 +40,14 @@ def _document(given: str) -> Path:
 
 
 def need_gpus(count: int = 1) -> None:
-    """Raises InputError where torch sees fewer GPUs."""
+    """Raises InputError if torch sees fewer than `count` GPUs."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if here < count:
         raise InputError(f"{count} NVIDIA GPU{'s' * (count > 1)} expected, got {here}")
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Runs a program's `main` and exits with its code; with 2 and a line for input that cannot be used."""
+    """Runs a program's `main` and exits with its code; unusable input exits with 2 and one line."""
     try:
         code = main()
     except (InputError, UnsupportedModel) as error:
@@ -57,7 +57,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
 
 def write(path: Path | None, document: Mapping[str, Any]) -> None:
-    """Writes a document of plain values; without a path nothing."""
+    """Writes a document of plain values; does nothing without a path."""
     if path is not None:
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
@@ -66,10 +66,10 @@ def passport(command: str, options: Mapping[str, Any], commit: str = "") -> dict
     """What ran, where, and how to run it again.
 
     Args:
-        command: without its options.
-        options: by name; None and False are left out, True is a flag, a list repeats its option. Of a `Path` only the
-            name is kept, as folders differ from machine to machine.
-        commit: recorded if given, else git's.
+        command: the command without its options.
+        options: by name; None and False are left out, True is a flag, a list repeats its option. Only the name of a
+            `Path` is kept, as folders differ from machine to machine.
+        commit: the commit to record; if empty, git's.
     """
     import transformers
 

@@ -3,9 +3,9 @@
     compute-sanitizer --tool memcheck --error-exitcode 7 python -m fusedvit.bench.sanitize
     python -m fusedvit.bench.sanitize --tool memcheck --json PATH       # the same, counted in a document
 
-Every tensor is an allocation of its own, so that a step past its end is seen. First each operation alone, in every
-configuration that is chosen at any of four budgets (with `--candidates`, also those that the tuner tries), with as much
-content as there is room for and with less. Then whole towers of few blocks: metadata, norms, gathers, fingerprints.
+Every tensor is an allocation of its own, so that a step past its end is noticed. First each operation runs alone, in
+every configuration that is chosen at any of four budgets (with `--candidates`, also those that the tuner tries), with
+full and with smaller row counts. Then whole towers of few blocks run: metadata, norms, gathers, fingerprints.
 """
 
 import argparse
@@ -36,15 +36,15 @@ from fusedvit.model.plan import Task, choose, heuristic, tasks
 from fusedvit.model.spec import VisionSpec
 
 TOWERS = ("Qwen3-VL-8B", "Qwen2.5-VL-7B", "GLM-4.1V-9B", "GLM-5.3-Flash")
-BUDGETS = (256, 1024, 4096, 16384)  # whose configurations are taken, patch tokens
-ROWS, LENGTHS = 130, (65, 130, 4)  # neither a multiple of a tile
+BUDGETS = (256, 1024, 4096, 16384)  # patch tokens for which configurations are chosen
+ROWS, LENGTHS = 130, (65, 130, 4)  # not multiples of a tile
 GRID = [[1, 4, 6], [1, 10, 4], [1, 2, 2]]
 WIDTH = 1176  # pixels of a patch
 BLOCKS = 8  # of a tower: the fewest with windows and deepstack at their relative depth
 
 
 def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """A call of each; yields what ran. Eager, so that every buffer is of exactly the content's size."""
+    """Calls each tower and yields its name. Calls are eager, so that every buffer has exactly the content's size."""
     for name, geometry in geometries.items():
         tower = build_one(geometry, dtype, device)
         pixels = torch.randn(sum(t * h * w for t, h, w in GRID), patch_width(tower), device=device).to(dtype)
@@ -57,7 +57,7 @@ def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch
 
 
 def grids(device: torch.device) -> Iterator[str]:
-    """The kernel that loads a grid and pixels into static buffers, with room for as many rows and for more."""
+    """Runs the kernel that loads a grid and pixels into static buffers, with an exact and with a larger capacity."""
     rows = sum(t * h * w for t, h, w in GRID)
     for dtype in load_inputs.GRID_DTYPES:
         for room in (len(GRID), 64):
@@ -74,7 +74,7 @@ def grids(device: torch.device) -> Iterator[str]:
 def operations(
     specs: Iterable[VisionSpec], dtype: torch.dtype, device: torch.device, every: bool = False
 ) -> Iterator[str]:
-    """Each distinct operation and configuration of the towers, alone; yields what ran."""
+    """Runs each distinct operation and configuration of the towers alone, and yields its description."""
     target = Target.of(device)
     found: dict[Any, tuple[VisionSpec, Task, Any]] = {}
     for spec in specs:
@@ -98,7 +98,7 @@ def operations(
 
 
 def _configs(task: Task, dtype: torch.dtype, target: Target, every: bool) -> list[Any]:
-    """The table's choice and the heuristic's; with `every`, also what the tuner tries of other backends than Triton."""
+    """The table's choice and the heuristic's; with `every`, also candidates of the tuner from backends but Triton's."""
     found = [choose(task, dtype, target, tuning_table.table_for(target)), heuristic(task, dtype, target)]
     for backend in backends.BACKENDS if every else ():
         if (
@@ -118,7 +118,7 @@ def _case(spec: VisionSpec, task: Task, dtype: torch.dtype, device: torch.device
 
 
 def sanitized(args: argparse.Namespace) -> int:
-    """Runs this program under compute-sanitizer, which must be on the path, and writes what it counted."""
+    """Runs this program under compute-sanitizer, which must be on the path, and writes the counts."""
     options = ["--tower", *args.tower, *(["--candidates"] if args.candidates else [])]
     inner = [sys.executable, "-m", "fusedvit.bench.sanitize", *options]
     command = ["compute-sanitizer", "--tool", args.tool, "--error-exitcode", "7", *inner]
@@ -144,7 +144,7 @@ def sanitized(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints a line for each thing that ran. compute-sanitizer reports errors, by its exit code too."""
+    """Prints a line for everything that ran. compute-sanitizer reports errors, also by its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(GEOMETRIES))
     parser.add_argument("--candidates", action="store_true", help="also what the tuner tries")

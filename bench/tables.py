@@ -1,5 +1,5 @@
-"""Tables of the documents in bench/results: what each column says of a row. For a terminal, and for the pages that
-report.py writes."""
+"""Tables of the documents in bench/results, for a terminal and for the pages that report.py writes: each column is a
+function of a row."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -38,17 +38,17 @@ Row = dict[str, Any]
 
 
 class Table(NamedTuple):
-    """Headings, and as many cells in every row."""
+    """Headings, and rows with a cell for each."""
 
     head: list[str]
     rows: list[list[str]]
 
     def markdown(self) -> list[str]:
-        """Its lines."""
+        """The table's lines in Markdown."""
         return ["| " + " | ".join(line) + " |" for line in (self.head, ["---"] * len(self.head), *self.rows)]
 
     def show(self, title: str, console: Any) -> None:
-        """Prints it on a rich console."""
+        """Prints the table on a rich console."""
         from rich import table as rich
 
         shown = rich.Table(title=title, title_justify="left")
@@ -59,17 +59,17 @@ class Table(NamedTuple):
         console.print(shown)
 
 
-Column = str | Callable[[Any], str]  # a key of the row, or what is said of it
+Column = str | Callable[[Any], str]  # a key of the row, or a function of the row
 
 
 def table(rows: Iterable[Any], columns: Mapping[str, Column]) -> Table:
-    """A line for each of `rows`, with what each column says of it."""
+    """A line for each of `rows`, with a cell for each column."""
     cells = [[str(row[of]) if isinstance(of, str) else of(row) for of in columns.values()] for row in rows]
     return Table([*columns], cells)
 
 
 def named(rows: Mapping[str, Row]) -> list[Row]:
-    """Rows that hold their own name."""
+    """The rows, each with its name added."""
     return [row | {"name": name} for name, row in rows.items()]
 
 
@@ -102,7 +102,7 @@ def _ours(row: Row) -> str:
 
 
 def _engine(row: Row) -> str:
-    """The fastest engine-like encoder, and which attention it runs."""
+    """The time of the fastest engine-like encoder, and the name of its attention."""
     name = row["engine_like"]
     return _peer(row, name) + (f" {name.removeprefix('engine-like ')}" if name else "")
 
@@ -120,7 +120,7 @@ def _peaks(row: Row) -> str:
 
 
 def headline_table(rows: dict[str, Row], inside_vllm: dict[str, Row]) -> Table:
-    """Five workloads of one tower: inside vLLM on an H100, then by itself on an H200, each beside its peers.
+    """Five workloads of one tower: inside vLLM on an H100, then alone on an H200, each with its peers.
 
     Args:
         rows: workloads of the document of whole towers.
@@ -143,7 +143,7 @@ def headline_table(rows: dict[str, Row], inside_vllm: dict[str, Row]) -> Table:
 
 
 def vllm_table(rows: dict[str, Row]) -> Table:
-    """Inside vLLM: its times, and how many times as long as ours they are."""
+    """Workloads inside vLLM: vLLM's times and their ratios to ours."""
     columns: dict[str, Column] = {
         "workload": "name",
         **{f"{peer}, ms (ratio)": partial(_served, peer=peer) for peer in VLLM_PEERS},
@@ -155,8 +155,8 @@ def vllm_table(rows: dict[str, Row]) -> Table:
 
 
 def engine_table(runners: dict[str, dict[str, Any]]) -> Table:
-    """A whole vLLM engine with the plugin and without, by its model runner: what each holds and takes, and how far its
-    answers are from Hugging Face's."""
+    """A whole vLLM engine without and with the plugin, by its model runner: memory, times, and how far its answers are
+    from Hugging Face's."""
     engines = [found[side] for found in runners.values() for side in ("vllm", "fusedvit")]
     timed, woken = [engine["timed"] for engine in engines], [engine["wake s"] for engine in engines]
     asleep = [engine["free MiB"]["asleep on level 1"] / 1024 for engine in engines]
@@ -177,13 +177,13 @@ def engine_table(runners: dict[str, dict[str, Any]]) -> Table:
 
 
 def _errors(answers: dict[str, Any], request: str, whose: str) -> str:
-    """The range over the stages of an engine's life."""
+    """The range of an error over the stages of an engine's life."""
     found = [stage[request][f"{whose} - right"] for stage in answers.values()]
     return f"{min(found):.3f} to {max(found):.3f}"
 
 
 def _served(row: Row, peer: str) -> str:
-    """A time inside vLLM, over ours where ours is right; a NaN answer's time is marked."""
+    """A time inside vLLM, with its ratio to ours if ours is right; the time of NaN outputs is marked."""
     gate = row["parity"].get(peer, {})
     if peer not in row["ms"]:
         return "wrong" if gate else NONE
@@ -193,7 +193,7 @@ def _served(row: Row, peer: str) -> str:
 
 
 def show_towers(document: dict[str, Any], console: Any) -> None:
-    """Prints a document of `fusedvit bench` on a rich console: a table per tower, and what failed or is wrong."""
+    """Prints a document of `fusedvit bench` on a rich console: a table per tower, then failures and wrong outputs."""
     for tower, found in document["towers"].items():
         tower_table(found["workloads"]).show(f"{tower} (ratio: a peer's time over ours)", console)
         for workload, reason in found.get("failed", {}).items():
@@ -219,7 +219,7 @@ def any_wrong(document: dict[str, Any]) -> bool:
 
 
 def operation_table(rows: list[Row]) -> Table:
-    """Rows of `fusedvit bench kernels` as they are, for a terminal."""
+    """All rows of `fusedvit bench kernels`, for a terminal."""
 
     def peers(row: Row) -> str:
         us = row["us"]
@@ -272,12 +272,12 @@ def error_table(towers: dict[str, Row]) -> Table:
 
 
 def trust_table(faults: dict[str, Row], name: str, documents: Mapping[str, dict[str, Any]]) -> Table:
-    """A row for each fault and each place where it is looked for: what was found, in which document, when.
+    """A row for each fault and each test or check that searches for it: its figure, its document and its date.
 
     Args:
         faults: rows of `tests.trust`, by fault.
-        name: of the document that holds them.
-        documents: of checks on a GPU by name, in the order in which they are searched.
+        name: the name of the document that holds them.
+        documents: documents of checks on a GPU, by name; the first that holds a check counts.
     """
     first_wins = reversed([*documents.items()])
     checks = {check: (found, file, of["date"]) for file, of in first_wins for check, found in of["trust"].items()}
@@ -295,7 +295,7 @@ def trust_table(faults: dict[str, Row], name: str, documents: Mapping[str, dict[
 
 
 def _counts(found: Row) -> str:
-    """The plain numbers of a check; that it raised, where it did."""
+    """The plain numbers of a check, or the error that it raised."""
     if "error" in found:
         return "raised " + found["error"].strip().splitlines()[-1].replace("|", "/")
     numbers = {name: value for name, value in found.items() if isinstance(value, int | float) and name != "took_s"}
@@ -338,7 +338,7 @@ def family_table(gpu: dict[str, Row], cpu: dict[str, Row]) -> Table:
 
 
 def reason_table() -> Table:
-    """Why a call takes the original code, as `stats()` and warnings name it."""
+    """The reasons why a call takes the original code, as `stats()` and warnings name them."""
     return Table(["reason", "what it means, or what to do"], [[f"`{kind}`", said] for kind, said in ADVICE.items()])
 
 
@@ -361,7 +361,7 @@ def _numbers(tower: Row) -> str:
 
 
 def _parts(tower: Row) -> str:
-    """What distinguishes a family, from a spec's numbers without its defaults."""
+    """The parts that distinguish a family, from a spec's numbers without its defaults."""
     limit = f" clamped at {tower['glu_limit']:g}" if "glu_limit" in tower else ""
     parts = ["RMSNorm" if tower.get("norm") == "rms" else "LayerNorm"]
     parts.append(ACTIVATIONS[tower.get("activation", "gelu_tanh")] + limit)
@@ -404,7 +404,7 @@ def _family_time(row: Row, patches: str) -> str:
 
 
 def pixel_table(rows: list[Row]) -> Table:
-    """Wall time from decoded images in host memory to tokens, by who makes the pixels and who encodes them."""
+    """Wall time from decoded images in host memory to tokens, by processor and tower."""
 
     def ms(row: Row, who: str) -> str:
         return _ms(row["ms"].get(who))
@@ -422,9 +422,9 @@ def rate_table(corpus: dict[str, Any]) -> Table:
 
 
 def bar_table(figures: Iterable[tuple[str, float, str]]) -> Table:
-    """Figures beside their targets.
+    """Figures with their targets.
 
     Args:
-        figures: (what it is, what was found, its target in words).
+        figures: (the figure's name, its value, its target in words).
     """
     return Table(["figure", "found", "target"], [[what, f"{found:.2f}", bar] for what, found, bar in figures])

@@ -1,4 +1,4 @@
-"""What calls cost: their times, interleaved round by round, so that a slow spell of the machine meets all contenders;
+"""The cost of calls: times, interleaved round by round, so that a slow spell of the machine hits all contenders; and
 launches, synchronisations and memory of one call."""
 
 import gc
@@ -23,12 +23,12 @@ NO_WORK = {  # operators that are dispatched and yet move no data
     "aten::lift_fresh",
 }
 WARM_UPS, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 60
-CALLS = (5, 50.0), (3, 300.0)  # calls of a burst, where one call of every contender together takes at most so many ms
+CALLS = (5, 50.0), (3, 300.0)  # calls per burst, up to how many ms for one call of every contender together
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One call. `clock`: "wall" is what a caller waits for, "gpu" the time between two events around it."""
+    """One call. `clock`: "wall" is the time that a caller waits, "gpu" the time between two events around the call."""
 
     name: str
     run: Call
@@ -50,9 +50,9 @@ class Bursts:
     """Milliseconds of one contender; a burst is some calls in a row.
 
     Attributes:
-        calls: in each burst.
+        calls: calls per burst.
         ms: the median call of every burst.
-        first: the first call of every burst: the CPU's caches hold what the others ran, not its code.
+        first: the first call of every burst, when the CPU's caches hold the other contenders' code and data.
     """
 
     calls: int
@@ -62,7 +62,7 @@ class Bursts:
 
 @dataclass(frozen=True)
 class Launches:
-    """kernels: what ran on the GPU. host: how often the CPU had to launch something (a graph counts once)."""
+    """kernels: kernels that ran on the GPU. host: launches by the CPU (a graph counts once)."""
 
     kernels: int
     host: int
@@ -82,7 +82,7 @@ def latency(calls: Mapping[str, Call], device: torch.device, seconds: float = 3.
 
 
 def interleaved_bursts(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, Bursts]:
-    """As `interleaved`, in bursts of several calls: as many for each contender, fewer the slower they are."""
+    """As `interleaved`, in bursts of several calls: the same number for each contender, fewer for slow calls."""
     together = _warm_up(contenders, device)
     calls = next((count for count, most in CALLS if together <= most), 1)
     rounds = _rounds(contenders, device, seconds, calls)
@@ -93,7 +93,7 @@ def interleaved_bursts(contenders: Sequence[Contender], device: torch.device, se
 
 
 def first_ms(contenders: Sequence[Contender], bursts: Mapping[str, Bursts]) -> dict[str, Any]:
-    """The first call of a burst, by contender on a wall clock; none where a burst is one call."""
+    """Times of the first call of a burst, for contenders on a wall clock; none if a burst is one call."""
     timed = [c.name for c in contenders if c.clock == "wall" and bursts[c.name].calls > 1]
     return {name: asdict(spread(bursts[name].first)) for name in timed}
 
@@ -119,7 +119,7 @@ def _rounds(
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Percentiles are values that occurred (the nearest rank)."""
+    """Median and percentiles of `values`; percentiles are values that occurred (the nearest rank)."""
     ordered = sorted(values)
     last = len(ordered) - 1
     return Spread(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
@@ -141,7 +141,7 @@ def _wall_ms(run: Call, device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until what was launched has run; an error shows at the launch that caused it."""
+    """Waits until all launches have run, so that an error shows at the launch that caused it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -175,7 +175,7 @@ def captured(run: Callable[[int], Any], sets: int, device: torch.device) -> Call
     with torch.cuda.graph(graph):
         every_set()
 
-    def replay(reads: object = run) -> None:  # the memory that `run` holds: a graph keeps none of it
+    def replay(reads: object = run) -> None:  # keeps memory of `run` alive: a graph does not
         graph.replay()
 
     return replay
@@ -222,9 +222,9 @@ def operators(call: Call) -> int:
 
 
 def peak_mib(call: Call, device: torch.device) -> float:
-    """The most that one call had allocated on the GPU beyond what was there before it, outputs included."""
+    """The peak of GPU memory that one call allocates on top of what was allocated before, outputs included."""
     call()
-    gc.collect()  # what dies during the call would count against it
+    gc.collect()  # garbage that is freed during the call would distort its peak
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -1,10 +1,10 @@
-"""Whole towers against their peers, in one process, on the same weights and inputs: what `fusedvit bench` runs.
+"""`fusedvit bench`: whole towers against their peers, in one process, on the same weights and inputs.
 
 Accuracy comes before speed: a contender whose output breaks the tolerance rule (fusedvit/tolerance.py) gets no time.
 Contenders then run interleaved in bursts of a few calls, and ratios are taken burst by burst, of each burst's median.
 "ours" is wall time from pixels and grid on the GPU to outputs that the caller owns; engine-like peers are replays
-between two events. The first call of a burst finds the CPU's caches full of what the others ran: on wall clocks it is
-reported as a figure of its own ("first_ms").
+between two events. At the first call of a burst the CPU's caches hold the other contenders' code and data; for wall
+clocks its time is a figure of its own ("first_ms").
 """
 
 import functools
@@ -27,22 +27,22 @@ from fusedvit.errors import named_line
 from fusedvit.fused_encoder import FusedEncoder
 
 OURS, ENGINE = "ours", "engine-like"
-BELIEVED = 0.9  # of the roofline's floor, whose rates are measured ones and may be passed a little
+BELIEVED = 0.9  # of the roofline's floor: its rates are measured, so a time may be slightly below it
 BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # merged tokens; the largest holds 32768 patches
 Step = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured.
+    """The towers, workloads and contenders to measure.
 
     Attributes:
         workloads: grids by name.
-        compile_on: workloads that torch.compile runs as well; it compiles for a minute each.
+        compile_on: workloads that torch.compile runs, too; it compiles for a minute each.
         fa3: FA3's library, for the engine-like peer.
-        seconds: of timing for each workload.
-        short: only what a comparison needs: Hugging Face eager, engine-like with the attentions that may be its
-            fastest, ours with graphs; captures graphs for these workloads alone.
+        seconds: seconds of timing for each workload.
+        short: only the contenders that a comparison needs: Hugging Face eager, engine-like with the attentions that may
+            be the fastest, ours with graphs; captures graphs for these workloads alone.
     """
 
     towers: tuple[str, ...] = MOST_USED
@@ -77,7 +77,7 @@ def measure(
     """The whole document without its passport: `{"towers": {name: {"workloads": {name: row}, …}}}`.
 
     Args:
-        keep: is given the document so far after every workload, so that a run that is cut leaves something.
+        keep: called with the document so far after every workload, so that an interrupted run leaves its results.
     """
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32
     found: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def measure(
 
 
 def set_up(name: str, options: Options, device: torch.device) -> Setting:
-    """The tower, compiled and captured, and what its peers need."""
+    """Builds the tower, compiled and captured, and its variants for the peers."""
     if options.fa3 is not None:
         baselines.load_fa3(options.fa3)
     geometry = towers.GEOMETRIES[name]
@@ -166,7 +166,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
 def contenders(
     s: Setting, options: Options, workload: str, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor
 ) -> tuple[list[Contender], dict[str, baselines.EngineLike], dict[str, str]]:
-    """Everything that runs this workload, the engine-like ones by name, and why any of these cannot."""
+    """All contenders of this workload, the engine-like ones by name, and why an engine-like one cannot run."""
     modules: dict[str, Callable[..., Any]] = {"hf": s.tower}
     if workload in options.compile_on:
         modules |= s.compiled
@@ -182,7 +182,7 @@ def contenders(
         name = f"{ENGINE} {name}"
         try:
             engines[name] = baselines.prepare(s.tower, pixels, layout, attend)
-        except RuntimeError as error:  # an attention that refuses this layout leaves the others
+        except RuntimeError as error:  # this attention refuses the layout; the others still run
             failed[name] = named_line(error)
             continue
         calls.append(Contender(name, engines[name].run, "gpu"))
@@ -190,7 +190,7 @@ def contenders(
 
 
 def _outputs(contender: Contender, engines: Mapping[str, baselines.EngineLike]) -> list[torch.Tensor]:
-    """A copy of what one run gives."""
+    """A copy of the outputs of one run."""
     outputs = contender.run()
     engine = engines.get(contender.name)
     return [t.clone() for t in (outputs_of(outputs) if engine is None else engine.outputs)]
@@ -214,6 +214,6 @@ def _afterwards(
 
 
 def _held(s: Setting) -> dict[str, float]:
-    """MiB besides the parameters: prepared weights; graphs and their buffers."""
+    """MiB that the tower holds besides its parameters: prepared weights; graphs and their buffers."""
     stats = s.handle.stats()
     return {"weights_mib": stats["weights_mib"], "graphs_mib": stats.get("graphs", {}).get("held_mib", 0.0)}

@@ -1,4 +1,4 @@
-"""Towers at released geometries with random weights, and what compares their outputs."""
+"""Towers at released geometries with random weights, and comparisons of their outputs."""
 
 import copy
 import importlib
@@ -23,11 +23,11 @@ class Geometry:
     """A released tower.
 
     Attributes:
-        class_name: of the tower.
-        model: the model that holds it, as transformers names its folder.
-        numbers: its config, where it differs from the class's defaults.
-        others: checkpoints with the same tower, up to the width of its output.
-        only_images: it takes every frame as an image, with its own row of the grid.
+        class_name: the tower's class.
+        model: the model that holds the tower, as transformers names its folder.
+        numbers: its config, as far as it differs from the class's defaults.
+        others: checkpoints with the same tower, except for the width of its output.
+        only_images: the tower takes every frame as an image, with its own row of the grid.
         merge: patches on a side of a merged token.
     """
 
@@ -39,11 +39,11 @@ class Geometry:
     merge: int = 2
 
     def but(self, **numbers: Any) -> "Geometry":
-        """The same with other numbers in its config."""
+        """The same geometry with other numbers in its config."""
         return replace(self, numbers=self.numbers | numbers)
 
     def rows(self, grid: Grid) -> Grid:
-        """`grid` as the tower takes it: for some, every frame is an image, or sides go to the nearest multiple of 3."""
+        """`grid` as the tower takes it: for some, every frame is an image, or sides are rounded to multiples of 3."""
         if self.merge != 2:
             near = [[max(1, round(side / self.merge)) * self.merge for side in (h, w)] for _, h, w in grid]
             grid = [(t, h, w) for (t, _, _), (h, w) in zip(grid, near, strict=True)]
@@ -147,7 +147,7 @@ MOST_USED = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 
 
 def class_of(geometry: Geometry) -> Any:
-    """The tower's class; None where the installed transformers has no such model."""
+    """The tower's class; None if the installed transformers has no such model."""
     if importlib.util.find_spec(f"transformers.models.{geometry.model}") is None:
         return None
     module = importlib.import_module(f"transformers.models.{geometry.model}.modeling_{geometry.model}")
@@ -163,7 +163,7 @@ def shallow(geometry: Geometry, depth: int) -> Geometry:
 
 
 def depth_name(config: Any) -> str:
-    """What a config calls its number of blocks."""
+    """The name of the number of blocks in a config."""
     return "depth" if hasattr(config, "depth") else "num_hidden_layers"
 
 
@@ -181,7 +181,7 @@ def spec_of(geometry: Geometry) -> VisionSpec:
 
 
 def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """(tower in `dtype`, the same rounded weights in the next wider type), Hugging Face's own modules on `sdpa`."""
+    """(tower in `dtype`, the same rounded weights in the next wider type): Hugging Face's own modules with `sdpa`."""
     tower = build_one(geometry, dtype, device, seed)
     wide = copy.deepcopy(tower)
     cast_parameters_(wide, wider(dtype))
@@ -189,7 +189,7 @@ def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: in
 
 
 def build_one(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
-    """A tower in `dtype`, Hugging Face's own module on `sdpa`."""
+    """A tower in `dtype`: Hugging Face's own module with `sdpa`."""
     cls = class_of(geometry)
     config = cls.config_class(**geometry.numbers)
     config._attn_implementation = "sdpa"
@@ -206,30 +206,30 @@ def known() -> list[str]:
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """The type that the tolerance rule computes its reference in."""
+    """The type in which the tolerance rule computes its reference."""
     return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 def shared_copy(tower: nn.Module) -> nn.Module:
-    """Another module of the same class on the same parameters, to be fused or compiled by itself."""
+    """Another module of the same class with the same parameters, which can be fused or compiled on its own."""
     config: Any = tower.config
     with torch.device("meta"):
         other = type(tower)(config).eval()
     other.load_state_dict(tower.state_dict(), assign=True)
     modules = dict(tower.named_modules())
-    for path, module in other.named_modules():  # buffers that are in no state_dict
+    for path, module in other.named_modules():  # state_dict lacks these buffers
         module._buffers |= {name: modules[path]._buffers[name] for name in module._non_persistent_buffers_set}
     return other
 
 
 def patch_width(tower: nn.Module) -> int:
-    """Values of a flattened patch."""
+    """The number of values of a flattened patch."""
     config: Any = tower.config
     return int(getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2)
 
 
 def pixels_for(tower: nn.Module, grid: Grid, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Random normalised pixels `[tokens, patch_width]`, drawn in fp32: the same for every tower of a patch width."""
+    """Random normalised pixels `[tokens, patch_width]`, drawn in fp32: the same for all towers with one patch width."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(tokens(grid), patch_width(tower), device=device, generator=generator).to(dtype)
 
@@ -257,7 +257,7 @@ def outputs_of(outputs: Any) -> list[torch.Tensor]:
 
 
 def call_tower(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor, **arguments: Any) -> Any:
-    """Calls a tower of any family on rows of patches; towers that take padded images get them, every frame as one.
+    """Calls a tower of any family on rows of patches; towers that take padded images get every frame as an image.
 
     Args:
         pixels: `[tokens, patch_width]`, patches of merged tokens side by side.
@@ -271,7 +271,7 @@ def call_tower(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor, **arg
 def inputs_of(
     tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What `call_tower` calls a tower with: pixels, and what goes with them by its name."""
+    """The arguments with which `call_tower` calls a tower: pixels, and the grid or positions by name."""
     merge = getattr(tower.config, "pooling_kernel_size", 0)
     if not merge:
         return pixels, {"grid_thw": grid}
@@ -302,13 +302,13 @@ def padded_images(pixels: torch.Tensor, grid: Sequence[Sequence[int]], merge: in
 
 
 def random_weights_(module: nn.Module, seed: int = 0, device: torch.device | str = "cpu") -> None:
-    """Fill every parameter of `module` in place; drawn on the CPU, the same for the same seed on every machine.
+    """Fill every parameter of `module` in place. Values drawn on the CPU are the same for a seed on every machine.
 
-    Drawn on another `device`, where it goes faster: the same on machines that have that device.
+    Drawing on another `device` is faster; values are then the same on machines that have that device.
 
-    Hugging Face's initialisation has zero biases, and norms that do nothing: a fused tower that forgets them would look
-    right. Here matrices keep the variance of what passes through them (std = 1 / sqrt(fan in), 0.029 for 1152 inputs),
-    norm weights spread around 1, and biases are small and not zero.
+    Hugging Face's initialisation has zero biases and norms that do nothing, so a fused tower that forgets them would
+    look right. Here matrices keep the variance of their inputs (std = 1 / sqrt(fan in), 0.029 for 1152 inputs), norm
+    weights spread around 1, and biases are small and not zero.
     """
     generator = torch.Generator(device).manual_seed(seed)
     norms = {id(p) for m in module.modules() if _is_norm(m) for p in m.parameters(recurse=False)}
@@ -325,7 +325,7 @@ def random_weights_(module: nn.Module, seed: int = 0, device: torch.device | str
 
 
 def _random_buffers_(module: nn.Module) -> None:
-    """Gemma 4's: what standardises its tokens, and bounds that cut off the tails of what is of order 1."""
+    """Fills Gemma 4's buffers: the standardisation of its tokens, and bounds that clip tails of values of order 1."""
     values = {"std_bias": 0.1, "std_scale": 1.2, "input_min": -2.0, "input_max": 1.75, "output_min": -2.5}
     for path, buffer in module.named_buffers():
         value = (values | {"output_max": 3.0}).get(path.rpartition(".")[2])

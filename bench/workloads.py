@@ -1,8 +1,8 @@
-"""The nine workloads that figures are about: single images of several sizes, batches, and videos; and a sweep.
+"""The nine measured workloads (single images of several sizes, batches, videos), a sweep, and the roofline.
 
 A grid is `[(t, h, w), ...]` in patches of 16 pixels; two frames of a video are one t.
 
-The roofline: useful FLOPs and bytes of each operation, and the least time that they take.
+The roofline is the least time that the useful FLOPs and bytes of each operation take.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ VIDEO_FRAMES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def image(side: int) -> Grid:
-    """One square image of `side` pixels, as the processor would resize it: to a multiple of 32."""
+    """One square image of `side` pixels, resized to a multiple of 32 as by the processor."""
     cells = 2 * max(1, round(side / (2 * PATCH)))
     return [(1, cells, cells)]
 
@@ -66,7 +66,7 @@ ONCE = ("patch", "downsample", "merger_proj")
 
 @dataclass(frozen=True)
 class Cost:
-    """One operation, all its launches in one call: each input is read once, each output written once."""
+    """The cost of one operation: each input is read once, each output written once."""
 
     flops: float
     bytes: float
@@ -81,13 +81,13 @@ class Cost:
 
 
 def linear_cost(rows: int, n: int, k: int, *, extra_values: int = 0) -> Cost:
-    """`[rows, k] x [n, k]`; `extra_values`: those of a residual or table that the epilogue reads."""
+    """The cost of `[rows, k] x [n, k]`; `extra_values` counts values of a residual or table that the epilogue reads."""
     weight = n * k * ITEM
     return Cost(2.0 * rows * n * k, weight + (rows * (n + k) + extra_values) * ITEM, weight)
 
 
 def attention_cost(lengths: list[int], heads: int, head_dim: int) -> Cost:
-    """Two products within each sequence; q, k, v read, the result written."""
+    """The cost of two products within each sequence, with q, k and v read and the result written."""
     pairs = sum(length * length for length in lengths)
     return Cost(4.0 * pairs * heads * head_dim, 4.0 * sum(lengths) * heads * head_dim * ITEM)
 
@@ -114,7 +114,7 @@ def _times(spec: VisionSpec, name: str) -> int:
 
 
 def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:
-    """One launch. Keys and values that several heads share count once, though ours computes them for each."""
+    """The cost of one launch. Keys and values that heads share count once, though ours computes them for each head."""
     parts, n, k = set(task.key.kind.split("+")), task.key.n, task.key.k
     if task.name == "qkv" and spec.kv_heads:
         n = spec.head_dim * (spec.num_heads + 2 * spec.kv_heads)
@@ -123,7 +123,7 @@ def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:
 
 
 def _attention(spec: VisionSpec, grid: Grid) -> Cost:
-    """All blocks: within frames, or within windows, which the borders of a frame cut."""
+    """The attention cost of all blocks: within frames, or within windows, which are smaller at a frame's borders."""
     side = spec.window * spec.merge_size
     windowed = sum(spec.is_windowed(block) for block in range(spec.depth))
     frames = [(h, w) for t, h, w in grid for _ in range(t)]
@@ -141,7 +141,7 @@ def _cut(length: int, side: int) -> list[int]:
 
 
 def tower_floor_ms(spec: VisionSpec, grid: Grid) -> float:
-    """All useful FLOPs at the peak rate, or all weights through memory once, whichever is longer."""
+    """The time of all useful FLOPs at the peak rate, or of reading all weights once, whichever is longer."""
     costs = tower_costs(spec, grid).values()
     flops, weights = sum(c.flops for c in costs), sum(c.weight_bytes for c in costs)
     return max(flops / PEAK_TFLOPS, weights / PEAK_TBS) / 1e9

@@ -35,7 +35,7 @@ class Segments:
         tiles: `[tile capacity, 4]` int32: first token of the frame, one past its last, first query of the tile, 0.
         num_tiles: `[1]` int32, the true number of tiles.
         block_m: queries of a tile.
-        above, up_to: only frames of more than `above` tokens and of at most `up_to` have tiles.
+        above, up_to: only frames of more than `above` and at most `up_to` tokens have tiles.
     """
 
     cu_seqlens: torch.Tensor

@@ -5,9 +5,9 @@
     HopperSwapABConfig              "swap_ab"   Gluon, sm_90, 16 bits, GEMMs of few rows
     HopperAttentionConfig           "hopper"    Gluon, sm_90, 16 bits
 
-Here is how a configuration is chosen for each; `fusedvit.model.ops` runs it. A backend that the device or the installed
-Triton cannot run is never planned. One that fails to compile at its first launch raises `BackendFailed`; every later
-plan of the process is made without it (`Target.of` lists it in `without`).
+This module says how a configuration is chosen for each; `fusedvit.model.ops` runs it. A backend that the device or the
+installed Triton cannot run is never planned. A backend that fails to compile at its first launch raises
+`BackendFailed`, and later plans of the process leave it out (`Target.of` lists it in `without`).
 """
 
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ LINEAR, ATTENTION = "linear", "attention"
 
 @dataclass(frozen=True)
 class Key:
-    """What a configuration is chosen for.
+    """The operation and size that a configuration is chosen for.
 
     Attributes:
         op: `LINEAR` or `ATTENTION`.
-        kind: of a linear layer, its epilogue ("norm+rope"); of attention, which frames it runs over (see
+        kind: for a linear layer, its epilogue ("norm+rope"); for attention, the frames that it runs over (see
             `hopper.attention_configs`).
-        n, k: of a linear layer, output and input features; of attention, heads and head_dim.
+        n, k: for a linear layer, output and input features; for attention, heads and head_dim.
         rows: row budget.
         dtype: "bfloat16", …
     """
@@ -46,7 +46,7 @@ class Key:
 
 
 class BackendFailed(RuntimeError):
-    """A backend did not compile, or did not fit this GPU; plans made from now on do without it."""
+    """A backend did not compile, or did not fit this GPU; later plans leave it out."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Backend:
     Attributes:
         name: as tuning tables and reports write it.
         op: `LINEAR` or `ATTENTION`.
-        version: raised when the generated code changes so that old measurements no longer hold: entries of tuning
+        version: incremented when the generated code changes so that old measurements no longer hold: entries of tuning
             tables are tied to it.
-        config: type of its configurations, a flat frozen dataclass. That of a linear backend has `block_n`, the width
-            of the row statistics it writes; that of an attention backend `block_m`, the queries of a tile.
+        config: type of its configurations, a flat frozen dataclass. A linear backend's has `block_n`, the width of the
+            row statistics that it writes; an attention backend's has `block_m`, the queries of a tile.
         absent: (compute capability, dtype) -> why the backend cannot run there, or "".
         wrong: (key, configuration, target, dtype) -> why it cannot run, or would spill registers, or "".
         heuristic: (key, dtype, target, widest plain Triton tile whose epilogue does not spill) -> a configuration, or
-            None if another backend is to be used.
+            None to use another backend.
         candidates: same arguments -> configurations worth timing. The tuner drops those that compile badly.
     """
 
@@ -83,19 +83,19 @@ class Backend:
 
 
 def _by_shape(choose: Callable[..., Any]) -> Callable[[Key, torch.dtype, Target, int], Any]:
-    """Adapts a choice by (rows, n, k, dtype, target, kind)."""
+    """Adapts a function of (rows, n, k, dtype, target, kind) to the arguments of `Backend.heuristic`."""
     return lambda key, dtype, target, widest: choose(key.rows, key.n, key.k, dtype, target, key.kind)
 
 
 def _any_dtype(propose: Callable[..., Any]) -> Callable[[Key, torch.dtype, Target, int], list[Any]]:
-    """Adapts candidates by (rows, n, k, target, kind)."""
+    """Adapts a function of (rows, n, k, target, kind) to the arguments of `Backend.candidates`."""
     return lambda key, dtype, target, widest: list(propose(key.rows, key.n, key.k, target, key.kind))
 
 
 def _valid_and_unspilled(
     wrong: Callable[..., str], spills: Callable[[Key, Any], bool]
 ) -> Callable[[Key, Any, Target, torch.dtype], str]:
-    """A `Backend.wrong` of a check of the configuration alone, and one of its registers under a key's epilogue."""
+    """A `Backend.wrong` made of a check of the configuration, and one of its registers under a key's epilogue."""
 
     def check(key: Key, config: Any, target: Target, dtype: torch.dtype) -> str:
         return wrong(config, target, dtype) or ("spills registers" if spills(key, config) else "")
@@ -104,7 +104,7 @@ def _valid_and_unspilled(
 
 
 def _with_whole_heads(key: Key, config: LinearConfig) -> LinearConfig:
-    """`config` on tiles of as many sums that have whole heads: more would spill."""
+    """`config` with tiles that hold whole heads and as many sums as before: more sums would spill."""
     if not _parts_heads(key, config.block_n):
         return config
     return replace(config, block_m=config.block_m * config.block_n // HEAD_WIDTH, block_n=HEAD_WIDTH)
@@ -185,7 +185,7 @@ _TRITON = (
         candidates=lambda key, dtype, target, widest: tile_configs.attention_candidates(key.rows, dtype, target),
     ),
 )
-# Heuristics are asked in this order: the fastest first.
+# Heuristics are tried in this order, the fastest backend first.
 BACKENDS = (*(_HOPPER if gluon_compat.AVAILABLE else ()), *_TRITON)
 _BY_CONFIG = {backend.config: backend for backend in BACKENDS}
 

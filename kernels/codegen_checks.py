@@ -1,8 +1,8 @@
-"""What compiled kernels must hold: registers, spills, warnings, shared memory, row offsets, hazards in PTX and SASS.
+"""Checks of compiled kernels: registers, spills, warnings, shared memory, row offsets, hazards in PTX and SASS.
 
-`record` runs host code and notes each kernel launch in place of launching (tensors may be on the meta device).
-`compile_launch` compiles one such launch for a compute capability, without a GPU, and checks it; `compile_in_place`
-compiles for the current GPU, in the way that a launch would, so that the launch itself compiles nothing.
+`record` runs host code and notes each kernel launch instead of launching (tensors may be on the meta device).
+`compile_launch` compiles one such launch for a compute capability, without a GPU, and checks it. `compile_in_place`
+compiles for the current GPU exactly as a launch would, so that the launch itself compiles nothing.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from fusedvit.kernels.tile_configs import Target
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAX_REGISTERS, REGISTERS_OF_SM = 255, 65536
-HARMLESS_SPILL = 16  # bytes a thread, where ptxas had registers to spare
+HARMLESS_SPILL = 16  # bytes per thread, where ptxas had registers to spare
 MAX_SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -42,7 +42,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
-_EXPECTED = {  # what a 16-bit product is made of, and how its operands arrive
+_EXPECTED = {  # the instructions of a 16-bit product, and of the copies of its operands
     **dict.fromkeys((80, 86, 89), ("mma.sync", "cp.async.cg")),
     90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
     100: ("tcgen05.mma", "cp.async.bulk.tensor"),
@@ -53,7 +53,7 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl", "ena
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch, reduced to what decides its machine code."""
+    """One kernel launch, reduced to the facts that determine its machine code."""
 
     kernel: JITFunction
     signature: tuple[tuple[str, str], ...]
@@ -75,7 +75,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compilers said of one launch. `problems` is empty when it may ship."""
+    """The compilers' findings about one launch. `problems` is empty if it may ship."""
 
     launch: str
     capability: int
@@ -90,7 +90,7 @@ def record(run: Callable[[], object]) -> list[Launch]:
     return list(compilations(run))
 
 
-# By name, for what is planned or compiled where none of them is.
+# GPUs by name, to plan or compile for where none of them is present.
 GPUS: dict[str, tuple[int, int, str]] = {  # capability, SMs, the driver's name: tuning tables are found by it
     "a100": (80, 108, "NVIDIA A100-SXM4-80GB"),
     "a30": (80, 56, "NVIDIA A30"),
@@ -118,7 +118,7 @@ def target_named(gpu: str) -> Target:
     """The target of one of `GPUS`.
 
     Raises:
-        ValueError: no such name.
+        ValueError: there is no GPU of that name.
     """
     if gpu not in GPUS:
         raise ValueError(f"no GPU {gpu!r}; there are {', '.join(GPUS)}")
@@ -128,7 +128,7 @@ def target_named(gpu: str) -> Target:
 
 @dataclass(frozen=True)
 class AbsentGPU:
-    """A GPU of `capability` (90), as far as Triton asks for one while it compiles. For processes that launch nothing:
+    """A Triton driver for a GPU of `capability` (90) that is not there, in processes that compile and launch nothing:
     `triton.runtime.driver.set_active(AbsentGPU(90))`."""
 
     capability: int
@@ -137,16 +137,16 @@ class AbsentGPU:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # by which Triton keeps kernels apart
+        return self.capability  # Triton keeps the kernels of each device apart
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def compilations(run: Callable[[], object]) -> dict[Launch, Callable[[], CompiledKernel]]:
-    """Each distinct kernel launch that `run()` would make, and what compiles it for the active driver's GPU.
+    """Each distinct kernel launch that `run()` would make, and a function that compiles it for the active driver's GPU.
 
-    Compiled by the code that a launch would run, so that a launch finds the kernel in Triton's cache on disk.
+    It compiles by the same code as a launch, so that a launch finds the kernel in Triton's cache on disk.
     """
     found: dict[Launch, Callable[[], CompiledKernel]] = {}
     launched = JITFunction.run
@@ -161,7 +161,7 @@ def compilations(run: Callable[[], object]) -> dict[Launch, Callable[[], Compile
 
 
 def launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-    """The launch that `kernel.run(*args, **kwargs)` is."""
+    """`kernel.run(*args, **kwargs)` as a `Launch`."""
     options = tuple(sorted((k, v) for k, v in kwargs.items() if k in _OPTIONS))
     bound = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in _OPTIONS}
     signature, constants, aligned = [], [], []
@@ -188,12 +188,12 @@ def _type_of(value: Any) -> str:
 
 
 def compile_in_place(run: Callable[[], object], capability: int, known: dict[Launch, Compiled]) -> list[Compiled]:
-    """Compiles what `run()` would launch on the current GPU, whose capability is given, and checks it.
+    """Compiles the kernels that `run()` would launch on the current GPU, of the given capability, and checks them.
 
     Triton keeps the kernels in this process and in its cache on disk, where later launches find them.
 
     Args:
-        known: what this process has compiled so, by launch; added to.
+        known: earlier findings of this process, by launch; new ones are added.
     """
     launches: dict[Launch, None] = {}
     launched = JITFunction.run
@@ -236,7 +236,7 @@ def build(launch: Launch, capability: int) -> CompiledKernel:
 
 
 def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) -> Compiled:
-    """`built` judged by its code and by what ptxas said."""
+    """The findings about `built`, from its code and from ptxas's output."""
     if "Used" not in said:
         raise RuntimeError(f"ptxas said nothing of its registers: {said[:500]!r}")
     gluon, ptx = launch.kernel.is_gluon(), built.asm["ptx"]
@@ -257,7 +257,7 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
 
 
 def _misplaced_operands(launch: Launch, ptx: str) -> list[str]:
-    """Whether operands that instructions find by address lie where they must."""
+    """A problem if operands that instructions find by address do not lie where they must."""
     constants = dict(launch.constants)
     if constants.get("SPARE") or constants.get("SUMMED"):
         needed = smem_layout_bytes(*(constants[name] for name in ("HEAD_DIM", "CONSUMERS", "STAGES", "BY_WARP")))
@@ -271,10 +271,10 @@ def _misplaced_operands(launch: Launch, ptx: str) -> list[str]:
 
 
 def _shortage(spills: int, registers: int, gluon: bool, options: dict[str, int]) -> int:
-    """Bytes of `spills` that tell of a shortage of registers, and not of ptxas's own choice.
+    """Bytes of `spills` that are due to a shortage of registers, not to ptxas's own choice.
 
-    With registers to spare ptxas puts a word or two aside where that lets another block onto the SM: 4 or 8 bytes at
-    80 or 128 registers, on sm_80 and sm_100. Gluon's partitions have shares that the number it prints does not show.
+    With registers to spare, ptxas spills a word or two if that lets another block onto the SM: 4 or 8 bytes at 80 or
+    128 registers, on sm_80 and sm_100. Gluon's partitions have shares of registers that ptxas's number does not show.
     """
     most = min(options.get("maxnreg") or MAX_REGISTERS, REGISTERS_OF_SM // (32 * options.get("num_warps", 4)))
     return spills if gluon or registers >= most or spills > HARMLESS_SPILL else 0
@@ -282,8 +282,8 @@ def _shortage(spills: int, registers: int, gluon: bool, options: dict[str, int])
 
 @contextlib.contextmanager
 def _ptxas_heard() -> Iterator[io.StringIO]:
-    """Inside, everything is compiled anew by Triton's own call of ptxas, whose flags differ between its versions; what
-    `ptxas -v` says is collected. A kernel from the cache comes without it."""
+    """A context that recompiles everything by Triton's own call of ptxas (its flags differ between Triton's versions)
+    and collects the output of `ptxas -v`. A kernel from the cache would come without that output."""
     said = io.StringIO()
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         triton.knobs.compilation.always_compile = True
@@ -316,13 +316,13 @@ def disassemble(cubin: bytes) -> str:
 
 
 def overwritten_barriers(ptx: str) -> list[str]:
-    """Shared memory that is initialised as a barrier and then holds something else.
+    """Shared memory that is initialised as a barrier and then holds other data.
 
-    Triton's allocator gives away the memory of a barrier that no partition of a `warp_specialize` refers to, and puts
-    there what partitions are passed (the row count). The hardware keeps barriers in a cache of its own, and without
-    `mbarrier.inval` the memory is the barrier's: where a GPU is taken by another process in between, the barrier is
-    written back over it. Seen on an H200 shared by three processes: partitions that disagree about the row count, which
-    hang. So a kernel initialises what it waits at, and nothing else.
+    Triton's allocator reuses the memory of a barrier that no partition of a `warp_specialize` refers to, for the
+    arguments of partitions (the row count). The hardware keeps barriers in a cache of its own, and without
+    `mbarrier.inval` the memory remains the barrier's: if another process takes the GPU in between, the barrier is
+    written back over the data. Seen on an H200 shared by three processes: partitions disagreed about the row count and
+    hung. So a kernel must initialise no barrier that it does not wait at.
     """
     barriers = {at for at in barrier_offsets(ptx) if at is not None}
     taken: set[int] = set()
@@ -333,10 +333,10 @@ def overwritten_barriers(ptx: str) -> list[str]:
 
 
 def rewritten_descriptors(sass: str) -> list[str]:
-    """Descriptors of a product written as text (A in registers) restored from ordinary registers behind its back.
+    """Descriptors of a product in inline assembly (A in registers) restored from ordinary registers while it runs.
 
     ptxas 12.8 (Triton 3.6) does so in a chain of such products when it spills uniform registers; the hardware then
-    reads shared memory anywhere. Seen on an H200 as illegal accesses; ptxas 13.0 compiles the same code rightly.
+    reads arbitrary shared memory. Seen on an H200 as illegal accesses; ptxas 13.0 compiles the same code correctly.
     """
     problems = set()
     held: range = range(0)
@@ -353,12 +353,12 @@ def rewritten_descriptors(sass: str) -> list[str]:
 
 
 def exposed_exponentials(sass: str) -> list[str]:
-    """Softmax that does not run under a product: exponentials that ptxas moved behind the wait for P V.
+    """Softmax that is not overlapped with a product: exponentials that ptxas moved behind the wait for P V.
 
     In the main loop of pipelined attention a wait that leaves P V in flight (`gsb0, 0x1` or more: scores are ready)
     comes first, then the exponentials, then the wait for P V (`gsb0, 0x0`). ptxas may hoist the last one above the
-    exponentials, since the PTX it is given has no register operands; only the border of a basic block in between keeps
-    it from that (a wait for a barrier). The answer stays right; the overlap, a third of the speed, is gone.
+    exponentials, since its PTX has no register operands; only the border of a basic block in between (a wait for a
+    barrier) prevents that. The result stays right, but the overlap, a third of the speed, is lost.
     """
     return sorted({problem for body in _innermost_loops(sass) for problem in _exposed(body)})
 

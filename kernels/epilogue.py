@@ -1,12 +1,12 @@
-"""What a GEMM does with a tile's fp32 sums before they are rounded and stored; `kernels.linear` has the formula.
+"""The steps of a GEMM between a tile's fp32 sums and the stored output; `kernels.linear` has the formula.
 
-First the records that the host passes (`Epilogue` and its parts), then the jit functions that plain Triton's kernels
-call. Hopper's GEMMs take the same records and have their own functions (hopper/gemm_epilogue.py).
+First come the records that the host passes (`Epilogue` and its parts), then the jit functions that plain Triton's
+kernels call. Hopper's GEMMs take the same records and have their own functions (hopper/gemm_epilogue.py).
 
 Row statistics are partial moments: a producing epilogue writes them so that the next GEMM can fold its norm in. A row
-of `length` channels is cut into parts of `width`. Of each part the mean and M2, the sum of squared deviations, are kept
-in fp32; the reader merges them with the pairwise update of Chan, Golub and LeVeque (1979). Unlike sums of squares this
-stays exact when one channel is hundreds of times the rest, as in trained towers.
+of `length` channels is cut into parts of `width`. For each part the mean and M2, the sum of squared deviations, are
+kept in fp32; the reader merges them with the pairwise update of Chan, Golub and LeVeque (1979). Unlike sums of squares
+this stays exact when one channel is hundreds of times the rest, as in trained towers.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import triton.language as tl
 
 ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh")
 GATED = ("swiglu", "geglu_tanh")  # two columns of the product to one of the output
-HEAD_WIDTH = 64  # columns of a head that an epilogue can normalise: Hopper's goes over as many at a time
+HEAD_WIDTH = 64  # columns of a head that an epilogue can normalise: Hopper's processes as many at a time
 HEAD = tl.constexpr(HEAD_WIDTH)
 
 
@@ -85,7 +85,7 @@ class Rope:
     packed: torch.Tensor | None = None
 
     def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, int]:
-        """What operands of `dtype` are rotated by: (`packed`, its columns), or (`table`, 0) for fp32 and wider."""
+        """The factors that rotate operands of `dtype`: (`packed`, its columns), or (`table`, 0) for fp32 and wider."""
         if self.packed is None or dtype.itemsize > 2:
             return self.table, 0
         return self.packed, self.packed.shape[1]
@@ -93,10 +93,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """An RMSNorm of each head of `HEAD_WIDTH` columns of q and k, perhaps of v, before they are turned.
+    """An RMSNorm of each head of `HEAD_WIDTH` columns of q and k, perhaps of v, before the rotation.
 
     Attributes:
-        weight: `[parts, HEAD_WIDTH]`, contiguous: of q's norm, of k's, and perhaps of v's.
+        weight: `[parts, HEAD_WIDTH]`, contiguous: the weights of q's norm, of k's, and perhaps of v's.
         eps: added to the mean square.
         clip: `[parts, 2]` fp32, contiguous: least and largest value of q, k and v before they are normalised; None for
             no clamp.
@@ -108,7 +108,7 @@ class HeadNorm:
 
     @property
     def parts(self) -> int:
-        """Thirds of the columns that are normalised."""
+        """How many thirds of the columns (q, k, v) are normalised."""
         return self.weight.shape[0]
 
 
@@ -158,16 +158,16 @@ class Epilogue:
             many columns; "geglu_tanh" gives gelu_tanh(gate) * up.
         limit: clamps swiglu's factors first: gate to at most `limit`, up to at most `limit` in absolute value; 0 for no
             clamp.
-        clip: of geglu_tanh, `[3, 2]` fp32, contiguous: least and largest value of gate, of up, and of what comes out;
-            None for no clamp.
+        clip: for geglu_tanh, `[3, 2]` fp32, contiguous: least and largest value of gate, of up, and of the result; None
+            for no clamp.
         residual: `[T, N]`; may be the output itself.
         stats: where moments of the rounded output rows go.
         scratch: for configurations that split K; others ignore it.
         heads: norms of heads.
 
     Raises:
-        ValueError: an unknown activation; a gated one with a residual or statistics; a clip of another; norms of heads
-            of another width, or beside a LayerNorm or a norm with another eps.
+        ValueError: an unknown activation; a gated one with a residual or statistics; a clip with any but geglu_tanh;
+            norms of heads of another width, or together with a LayerNorm or a norm with another eps.
     """
 
     bias: torch.Tensor | None = None
@@ -202,16 +202,16 @@ class Epilogue:
 
     @property
     def gated(self) -> bool:
-        """The output has one column for two of the product."""
+        """Whether the output has one column for two of the product."""
         return self.activation in GATED
 
     @property
     def bounds(self) -> torch.Tensor | None:
-        """What a kernel clamps by: `clip`, or that of the heads."""
+        """The bounds that a kernel clamps by: `clip`, or the clip of the heads."""
         return self.clip if self.heads is None else self.heads.clip
 
     def vectors(self) -> tuple[torch.Tensor | None, ...]:
-        """(bias, colsum, partial moments of the input): what a kernel reads of a tile's columns and rows."""
+        """(bias, colsum, partial moments of the input): what a kernel reads for a tile's columns and rows."""
         norm = self.norm or _NO_NORM
         return self.bias, norm.colsum, None if norm.stats is None else norm.stats.partials
 

@@ -4,12 +4,12 @@
              = floor(i G / SAMPLES) + a random number below the distance to the next,     of G groups
     hash(p)  = sum_i mix(mix(low(group(i)) + golden * (i + 1)) ^ high(group(i)))   mod 2^32
 
-A group is four neighbouring 16-bit words; words past the last whole one are added by themselves. Positions are spread
+A group is four neighbouring 16-bit words; words after the last whole group are added one by one. Positions are spread
 evenly and random within their share, so that they have no step in common with rows, columns, heads or blocks: a write
-that touches a fraction f of a tensor, in whatever pattern, stays unseen with a chance of (1 - f)^SAMPLES, 1e-9 for 1 %.
-A write to single elements may stay unseen.
+to a fraction f of a tensor, in any pattern, stays unnoticed with a probability of (1 - f)^SAMPLES, 1e-9 for 1 %. A
+write to single elements may stay unnoticed.
 
-One launch for all tensors, and for the rows of a grid that the host reads with them; nothing is read back here.
+One launch hashes all tensors and copies the rows of a grid, which the host reads with the hashes. Nothing is read here.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ GROUP = 4  # words: in wider types the low words may be 0 in every value
 
 @dataclass(frozen=True)
 class FingerprintSources:
-    """Tensors to fingerprint and where they lie.
+    """Tensors to fingerprint, and their addresses and sizes.
 
     Attributes:
         tensors: `P` dense tensors of one device, 2 bytes an element or more.
@@ -43,8 +43,8 @@ class FingerprintSources:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> "FingerprintSources":
-        """Those of `tensors` (aliases; their storage must outlive this)."""
-        kept = tuple(t.data for t in tensors)  # `detach` of some that were made in inference mode gives no views
+        """The sources of `tensors`, held as aliases; their storage must outlive this record."""
+        kept = tuple(t.data for t in tensors)  # `detach` gives no views of some inference tensors
         device = kept[0].device if kept else torch.device("cpu")
         pointers = torch.tensor([t.data_ptr() for t in kept], dtype=torch.int64, device=device)
         words = torch.tensor([t.numel() * t.element_size() // 2 for t in kept], dtype=torch.int64, device=device)
@@ -124,7 +124,7 @@ def _fingerprint_kernel(
         tl.store(rows_ptr + at, side.to(tl.int64), mask=here)
 
 
-_loaded: dict[tuple[Any, ...], Loaded] = {}  # by what decides the code: spares `launch`'s longer key
+_loaded: dict[tuple[Any, ...], Loaded] = {}  # by what determines the code: a shorter key than `launch`'s
 
 
 def fingerprint(
@@ -138,7 +138,7 @@ def fingerprint(
 
     Args:
         sources: `P` tensors.
-        out: `[P]` int32, on their device or in pinned memory of the host; empty to hash none of them.
+        out: `[P]` int32, on the tensors' device or in pinned host memory; empty to hash none of them.
         grid: `[n, 3]` int64 or int32 on their device; pitches below 2^31.
         rows: `[n or more, 3]` int64, contiguous, on the device or in pinned memory.
         stream: where to launch it; None for the current stream.
@@ -147,7 +147,7 @@ def fingerprint(
     programs = count - (-3 * items // SAMPLES)
     if not programs:
         return out
-    if grid is None or rows is None:  # in their place what is not read, so that the kernel is the same
+    if grid is None or rows is None:  # stand-ins that are not read, so that the kernel is the same
         grid, rows = sources.words, sources.words
     pitches = (0, 0) if items == 0 else grid.stride()
     pointers = grid, rows, out, sources.pointers, sources.words

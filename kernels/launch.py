@@ -1,12 +1,12 @@
-"""Launches: of a kernel that this process has at half the cost of Triton's launcher; of others, compiled elsewhere.
+"""Launches kernels at half the cost of Triton's launcher, and finds kernels that other processes have compiled.
 
 Triton's launcher works out every argument's specialisation at every launch: 20 us on the host, and an encoder call
-takes 140 launches. What decides the machine code is a short key here, so the compiled kernel is looked up and run
-directly. Launch hooks (profilers) still see every launch.
+takes 140 launches. Here a short key holds all that determines the machine code; the compiled kernel is looked up by it
+and run directly. Launch hooks (profilers) still see every launch.
 
-A kernel that is compiled is in Triton's cache on disk, under a key that Triton computes from the launch. A `KernelJob`
-is that launch without its tensors, small enough for a pipe; compiled in any process, it leaves the same key. Within
-`FromCache` a launch finds its kernel in the cache, or notes the job and compiles nothing.
+Triton's cache on disk holds a compiled kernel under a key computed from the launch. A `KernelJob` is a launch without
+its tensors, small enough for a pipe; compiled in any process, it gets the same key. Within `FromCache` a launch takes
+its kernel from the cache; if it is not there, the job is noted and nothing is compiled.
 """
 
 import copy
@@ -30,11 +30,11 @@ from triton.runtime.jit import JITFunction
 
 _compiled: dict[tuple[Any, ...], "Loaded"] = {}
 _compiling_only: ContextVar[bool] = ContextVar("fusedvit_compiling_only", default=False)
-ALIGNMENT = 16  # bytes: a pointer that is a multiple of it gives other code
+ALIGNMENT = 16  # bytes: Triton generates other code for pointers that are multiples of it
 
 
 class Loaded:
-    """A compiled kernel, loaded on the device that was current then.
+    """A compiled kernel, loaded on the device that was current when this object was created.
 
     Programmatic dependent launch is an attribute of a launch and not of the code: with and without it the same compiled
     kernel runs.
@@ -47,16 +47,16 @@ class Loaded:
         self._constants = tuple(constants.values())
         self._run = kernel.run  # loads it
         self._function, self._metadata = kernel.function, kernel.packed_metadata
-        if pdl and hasattr(self._run, "launch_pdl"):  # else: slower, and right
+        if pdl and hasattr(self._run, "launch_pdl"):  # without that attribute: slower, but correct
             self._run = copy.copy(self._run)
             self._run.launch_pdl = True
 
     def launch(self, programs: int, arguments: Iterable[Any], on: torch.cuda.Stream | None = None) -> None:
-        """Launches it on a one-dimensional grid.
+        """Launches the kernel on a one-dimensional grid.
 
         Args:
             programs: size of the grid.
-            arguments: all but the constants.
+            arguments: all arguments but the constants.
             on: a stream; None for the current one.
         """
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on is None else on.cuda_stream
@@ -69,7 +69,7 @@ class Loaded:
         run(programs, 1, 1, stream, function, metadata, *hooks, *arguments, *self._constants)
 
     def ptx(self) -> str:
-        """Its PTX."""
+        """The kernel's PTX."""
         text: str = self._kernel.asm["ptx"]
         return text
 
@@ -79,13 +79,13 @@ class KernelMissing(Exception):
 
 
 class KernelFailed(RuntimeError):
-    """A launch within `FromCache` whose kernel could not be compiled; as the compiler's own error would, it leads to
-    another backend where there is one."""
+    """A launch within `FromCache` whose kernel could not be compiled. Like the compiler's own error, it leads to
+    another backend if there is one."""
 
 
 @dataclass(frozen=True)
 class _Pointer:
-    """All that Triton asks of a tensor to compile for it; compilers have no PyTorch."""
+    """The facts that Triton reads from a tensor to compile for it; compiling processes have no PyTorch."""
 
     dtype: torch.dtype
     address: int
@@ -96,12 +96,12 @@ class _Pointer:
 
 @dataclass(frozen=True)
 class Argument:
-    """What decides the code of a pointer, or of a tensor descriptor.
+    """The facts about a pointer or a tensor descriptor that determine a kernel's code.
 
     Attributes:
         aligned: the address is a multiple of `ALIGNMENT`.
-        descriptor: its class; None for a pointer.
-        layout: of a Gluon descriptor.
+        descriptor: the descriptor's class; None for a pointer.
+        layout: the layout of a Gluon descriptor.
     """
 
     dtype: torch.dtype
@@ -112,7 +112,7 @@ class Argument:
 
     @staticmethod
     def of(given: Any) -> "Argument | None":
-        """That of a tensor, a descriptor or nothing."""
+        """The argument for a tensor or a descriptor; None for None."""
         if given is None:
             return None
         if isinstance(given, torch.Tensor):
@@ -121,7 +121,7 @@ class Argument:
         return Argument(given.base.dtype, True, type(given), tuple(given.block_shape), layout)
 
     def stand_in(self) -> Any:
-        """What Triton takes for the tensor or descriptor that this was made of."""
+        """An object that Triton treats like the tensor or descriptor that this was made of."""
         base = _Pointer(self.dtype, 0 if self.aligned else 1)
         if self.descriptor is None:
             return base
@@ -138,9 +138,9 @@ class KernelJob:
     """A launch without its tensors, which can be pickled.
 
     Attributes:
-        module, name: where the kernel is.
-        arguments: in the kernel's order, all but the constants; 32-bit integers as they are.
-        constants, options: as `launch` takes them.
+        module, name: the kernel's module and name.
+        arguments: all arguments but the constants, in the kernel's order; 32-bit integers as they are.
+        constants, options: as in `launch`.
     """
 
     module: str
@@ -153,7 +153,7 @@ class KernelJob:
     def of(
         kernel: JITFunction, given: Iterable[Any], constants: dict[str, Any], options: dict[str, Any]
     ) -> "KernelJob":
-        """That of a launch on the tensors, descriptors and integers `given`."""
+        """The job of a launch on the tensors, descriptors and integers `given`."""
         arguments = tuple(x if isinstance(x, int) else Argument.of(x) for x in given)
         return KernelJob(kernel.fn.__module__, kernel.fn.__name__, arguments, constants, options)
 
@@ -163,23 +163,23 @@ class KernelJob:
         return found
 
     def build(self) -> Any:
-        """The compiled kernel, for the target of Triton's active driver; None within `FromCache` if there is none."""
+        """Compiles the kernel for the target of Triton's active driver; None within `FromCache` if none is cached."""
         stand_ins = [a.stand_in() if isinstance(a, Argument) else a for a in self.arguments]
         return self.kernel().run(*stand_ins, grid=(1,), warmup=True, **self.constants, **self.options)
 
 
 class FromCache(triton.AsyncCompileMode):
-    """Launches within take their kernels from Triton's cache on disk; none is compiled.
+    """A context in which launches take their kernels from Triton's cache on disk; none is compiled.
 
-    It is what Triton calls a mode of compilation: a kernel that this process does not have yet is asked of `submit`,
-    by its key.
+    It is one of Triton's compile modes: Triton calls `submit`, with the key, for a kernel that this process does not
+    have yet.
 
     Attributes:
-        collect: launches are noted and launch nothing. Otherwise the first one whose kernel is not in the cache raises
-            `KernelMissing`, or `KernelFailed` if it is one of `failed`.
-        jobs: launches of a collection by what decides their code.
+        collect: launches are noted and not run. Without it, the first launch whose kernel is not in the cache raises
+            `KernelMissing`, or `KernelFailed` if the kernel is one of `failed`.
+        jobs: launches of a collection, by what determines their code.
         missing: jobs of kernels that are not in the cache, by their keys' digests, which name folders of the cache.
-        digest: of the kernel that was asked for last.
+        digest: the digest of the last requested kernel's key.
         pause: called at each launch of a collection.
     """
 
@@ -190,7 +190,7 @@ class FromCache(triton.AsyncCompileMode):
 
         Args:
             pause: see above.
-            failed: kernels that cannot be compiled, and why, by their keys' digests.
+            failed: why kernels cannot be compiled, by their keys' digests.
         """
         super().__init__(None)  # no executor: nothing is compiled
         self.collect = collect
@@ -202,7 +202,7 @@ class FromCache(triton.AsyncCompileMode):
         self._job: KernelJob | None = None
 
     def begin(self, key: object, job: Callable[[], KernelJob]) -> None:
-        """A kernel is about to be launched for the first time; `key` is what decides its code."""
+        """Called before a kernel's first launch in this process; `key` determines its code."""
         if not self.collect:
             self._job = job()
             return
@@ -211,13 +211,13 @@ class FromCache(triton.AsyncCompileMode):
             self.jobs[key] = job()
 
     def find(self, job: KernelJob) -> Any:
-        """The kernel of `job`, not on a device yet; None where it is not in the cache."""
+        """The kernel of `job`, not loaded on a device yet; None if it is not in the cache."""
         self._job = job
         hash_sources(job.kernel(), self.pause, set())
         return job.build()
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any) -> Any:
-        """Triton's call for a kernel that this process does not have: `compile_fn` reads what is in the cache."""
+        """Triton's request for a kernel that this process does not have; `compile_fn` reads a cached one."""
         assert self._job is not None, "Triton is asked for a kernel outside `launch`"
         self.digest = hashlib.sha256(key.encode()).hexdigest()
         if is_cached(self.digest, self._job.name):
@@ -236,7 +236,7 @@ def is_cached(digest: str, name: str) -> bool:
     """Whether Triton's cache holds the kernel of this key, all its files included."""
     try:
         return bool(get_cache_manager(digest).get_group(f"{name[:150]}.json"))  # as Triton cuts it
-    except (OSError, RuntimeError):  # a folder for it cannot be made, or none is named: there is none
+    except (OSError, RuntimeError):  # the cache's folder cannot be created, or is not configured
         return False
 
 
@@ -244,14 +244,15 @@ _from_cache: ContextVar[FromCache | None] = ContextVar("fusedvit_from_cache", de
 
 
 def from_cache() -> FromCache | None:
-    """The mode that the current thread is in."""
+    """The `FromCache` that the current thread is in; None outside any."""
     return _from_cache.get()
 
 
 def hash_sources(kernel: JITFunction, pause: Callable[[], None], above: set[str]) -> None:
-    """Hashes the source of a kernel, as its key needs it, and first, one by one, those of functions that it names.
+    """Hashes a kernel's source for its key, after the sources of the functions that it names, pausing in between.
 
-    Triton alone would hash all in one go of 35 ms. Keys depend on the order: whoever needs one comes here first.
+    Triton would hash all of them at once, in 35 ms. Keys depend on the order of hashing: before any key is needed, this
+    function must run.
     """
     if kernel.hash is not None or kernel.__name__ in above:
         return
@@ -265,7 +266,7 @@ def hash_sources(kernel: JITFunction, pause: Callable[[], None], above: set[str]
 
 
 def pause() -> None:
-    """Lets other threads have the interpreter, where the current thread is one that gives way to them."""
+    """Lets other threads run, by the `pause` of the `FromCache` that the current thread is in, if any."""
     mode = from_cache()
     if mode is not None:
         mode.pause()
@@ -273,7 +274,7 @@ def pause() -> None:
 
 @contextmanager
 def loading_from_cache(mode: FromCache) -> Iterator[FromCache]:
-    """Within it the launches of this thread are as `mode` says."""
+    """A context in which `mode` handles the launches of this thread."""
     token = _from_cache.set(mode)
     try:
         with mode:
@@ -283,9 +284,9 @@ def loading_from_cache(mode: FromCache) -> Iterator[FromCache]:
 
 
 def private_cache(folder: str) -> type[FileCacheManager]:
-    """Triton's cache where it can only be read: what is not in it is kept in `folder`.
+    """A manager for a Triton cache that can only be read: kernels that it lacks are kept in `folder`.
 
-    To be set as `triton.knobs.cache.manager_class`.
+    Set it as `triton.knobs.cache.manager_class`.
     """
 
     class PrivateCache(FileCacheManager):
@@ -302,7 +303,7 @@ def private_cache(folder: str) -> type[FileCacheManager]:
 
 
 def _is_whole(folder: str) -> bool:
-    """Whether a kernel's folder has what is written last: the list of its files, or a launcher."""
+    """Whether a kernel's folder has the file that is written last: the list of its files, or a launcher."""
     try:
         return any(name.startswith("__grp__") or name.endswith(".so") for name in os.listdir(folder))
     except OSError:
@@ -311,9 +312,9 @@ def _is_whole(folder: str) -> bool:
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Within it `launch` compiles and does not launch. Compilations run in parallel; leaving waits for them.
+    """A context in which `launch` only compiles. Compilations run in parallel; leaving the context waits for them.
 
-    One that fails raises nothing here; it fails again at its first real launch.
+    A failing compilation raises nothing here; it fails again at its first real launch.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         token = _compiling_only.set(True)
@@ -324,7 +325,7 @@ def compiling_only() -> Iterator[None]:
 
 
 def only_compiling() -> bool:
-    """Whether this runs within `compiling_only`: code that launches without `launch` must not then."""
+    """Whether the caller runs within `compiling_only`: code that launches without `launch` must not launch then."""
     return _compiling_only.get()
 
 
@@ -342,16 +343,16 @@ def launch(
     Args:
         kernel: its parameters are `descriptors`, `pointers`, `scalars` and `constants`, in this order.
         programs: size of the grid.
-        descriptors: tensor descriptors of Triton or Gluon, whose dtype and block shape decide the code; or tensors,
+        descriptors: tensor descriptors of Triton or Gluon, whose dtype and block shape determine the code; or tensors,
             where there is no copy engine (see `tma.descriptor`).
-        pointers: tensors; dtype and alignment to 16 bytes decide the code.
+        pointers: tensors; dtype and alignment to 16 bytes determine the code.
         constants: compile-time arguments by name, in the kernel's order.
-        options: `num_warps`, `num_stages`, `maxnreg`; `launch_pdl`, which decides no code.
+        options: `num_warps`, `num_stages`, `maxnreg`; `launch_pdl`, which does not change the code.
         scalars: 32-bit integers for which the kernel is not specialised.
 
     Returns:
-        The kernel, to be launched again where nothing that decides the code differs; None within `compiling_only`, in
-        a collection of `FromCache` and in Triton's interpreter.
+        The kernel, for further launches that need the same code; None within `compiling_only`, in a collection of
+        `FromCache` and in Triton's interpreter.
 
     Raises:
         KernelMissing: within `FromCache`; nothing was launched.
@@ -370,10 +371,11 @@ def launch(
         _add_pointer(decides, pointer)
     key = tuple(decides)
     mode = from_cache()
-    collected = mode is not None and mode.collect  # some of what is given may have no memory
+    collected = mode is not None and mode.collect  # then some tensors may have no memory
     compiled = None if collected or only_compiling() else _compiled.get(key)
     if compiled is not None:
-        # Of a tensor Triton asks the driver for the device, which an address saves. One on the CPU it is to refuse.
+        # For a tensor Triton asks the driver which device it is on; an address saves that. A CPU tensor stays a tensor,
+        # so that Triton refuses it.
         addresses = [p if p is None or not p.is_cuda else p.data_ptr() for p in pointers]
         compiled.launch(programs, (*descriptors, *addresses, *scalars))
         return compiled
@@ -388,7 +390,7 @@ def _first_launch(
     constants: dict[str, Any],
     options: dict[str, int],
 ) -> Loaded | None:
-    """A launch by Triton's own launcher; `key` is what decides the code."""
+    """A launch by Triton's own launcher; `key` determines the code."""
     names = kernel.arg_names[len(given) :]
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"
     # Fused multiply-adds are on explicitly: versions of Triton differ in their default.
@@ -406,7 +408,7 @@ def _first_launch(
     if built is None or only:  # the interpreter compiles nothing
         return None
     compiled = _compiled[key] = Loaded(built, constants, pdl)
-    if pdl:  # Triton's own launcher would launch without
+    if pdl:  # Triton's own launcher would launch without PDL
         compiled.launch(programs, given)
     return compiled
 

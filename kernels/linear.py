@@ -13,15 +13,15 @@
     residual  : acc += residual[t, n]
     out       = acc rounded; moments of the rounded rows, one part per tile      RowStats
 
-The row count is read from device memory: programs loop over the tiles that hold rows and exit, so that a captured
-launch costs what its content costs. Rows past the count are neither read by nor written for another row.
+The row count is read from device memory: programs loop over the tiles that hold rows and exit, so that the time of a
+captured launch depends on the row count, not on the capacity. Rows past the count do not affect other rows.
 
-Split-K: a tile's K is cut into parts, each a program's. A program leaves its partial sums in scratch memory and counts
-itself; the last one adds all parts up, in their order whichever program it is, so that the bits are the same every
-time, and applies the epilogue. No program waits.
+Split-K: a tile's K is cut into parts, one per program. A program writes its partial sums to scratch memory and
+increments a counter; the last program of a tile adds all parts and applies the epilogue. It adds them in the same order
+whichever program it is, so that the bits are the same every time. No program waits.
 
     sums     : [tile, part, BLOCK_M, BLOCK_N] fp32
-    counters : [tile] int32, parts that are there; 0 before and after a launch
+    counters : [tile] int32, parts that are written; 0 before and after a launch
 """
 
 from dataclasses import replace
@@ -266,12 +266,12 @@ def linear(
         x: `[T, K]`, row stride a multiple of 16 bytes.
         weight: `[N, K]`, same dtype, row stride a multiple of 16 bytes.
         num_rows: `[1]` int32 on the device, the true row count (at most T).
-        out: `[T, N]`, of a gated activation `[T, N / 2]`; may be the residual itself.
-        epilogue: what follows the product; split-K needs its `scratch`.
+        out: `[T, N]`, with a gated activation `[T, N / 2]`; may be the residual itself.
+        epilogue: the steps after the product; split-K needs its `scratch`.
         config: tile and schedule.
 
     Raises:
-        ValueError: too little scratch for split-K; tiles with a part of a head that is normalised.
+        ValueError: too little scratch for split-K; tiles that cut a normalised head.
     """
     (rows, k), n, e = x.shape, weight.shape[0], epilogue
     if e.heads is not None and (config.block_n % HEAD_WIDTH or n % (3 * HEAD_WIDTH)):
@@ -284,7 +284,7 @@ def linear(
     tiles = config.tiles(rows, n)
     if tiles == 0:
         return out
-    if triton.knobs.runtime.interpret:  # has no such launch option
+    if triton.knobs.runtime.interpret:  # the interpreter has no such launch option
         config = replace(config, pdl=False)
     factors, packed_cols = (e.rope or _NO_ROPE).factors(x.dtype)
     head_norm = None if e.heads is None else e.heads.weight
@@ -306,7 +306,7 @@ def linear(
 def _split_scratch(
     scratch: Scratch | None, rows: int, n: int, config: LinearConfig
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(sums, counters) of a split-K GEMM of `rows` rows and `n` columns; None for one without."""
+    """(sums, counters) of a split-K GEMM of `rows` rows and `n` columns; (None, None) without split-K."""
     if config.splits == 1:
         return None, None
     sums, counters = config.scratch_sizes(rows, n)
@@ -330,7 +330,7 @@ def _descriptors(
 def _pitches(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, copy_engine: bool
 ) -> dict[str, int]:
-    """Elements from row to row, where the kernel builds the descriptors itself; else zeros."""
+    """Elements from row to row, if the kernel builds the descriptors itself; else zeros."""
     if copy_engine:
         return _NO_PITCHES
     pitches = (0 if t is None else t.stride(0) for t in (x, weight, out, residual))

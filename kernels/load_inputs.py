@@ -10,7 +10,7 @@ caller's grid held. Float pixels are rounded to nearest, as `Tensor.copy_` round
 
 into = (byte - 128) / 128, exact in every float dtype.
 
-Padded images with positions of patches are made a grid, and pixel rows without padding, first:
+Padded images with positions of patches are first turned into a grid, and into pixel rows without padding:
 
     grid[b]          = (1, h, w) where the positions of image b are those of an image of h x w patches row by row from
                        the top left, and (-1, -1) from then on, h and w multiples of the merge size; else (0, 0, 0)
@@ -31,7 +31,7 @@ from fusedvit.kernels.launch import Loaded, launch
 GRID_DTYPES = (torch.int64, torch.int32)
 PIXEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOADED_DTYPES = (*PIXEL_DTYPES, torch.uint8)
-FLOATS, BYTES, STILL_BYTES = KINDS = range(3)  # of pixels; still: a row holds one frame of those that a patch has
+FLOATS, BYTES, STILL_BYTES = KINDS = range(3)  # of pixels; still: a row holds one of a patch's frames
 CENTRE = 128  # of bytes, and half their range
 POSITION_DTYPES = GRID_DTYPES
 MAX_ROWS = 2**31 - 1  # also the largest stride of a grid
@@ -187,20 +187,20 @@ def _load_inputs_kernel(
 
 
 def kind_of(pixels: torch.Tensor, width: int) -> int:
-    """One of `KINDS`, of `pixels` `[…, values]` for patches of `width` values."""
+    """The kind, one of `KINDS`, of `pixels` `[…, values]` for patches of `width` values."""
     if pixels.dtype != torch.uint8:
         return FLOATS
     return BYTES if pixels.shape[-1] == width else STILL_BYTES
 
 
 def centred(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the encoder takes for bytes, in `dtype`: `(byte - 128) / 128`."""
+    """Bytes as the encoder's input in `dtype`: `(byte - 128) / 128`."""
     return pixels.to(dtype).sub_(CENTRE).div_(CENTRE)
 
 
 def can_load(pixels: torch.Tensor, device: torch.device) -> bool:
-    """Whether `load_inputs` can copy `pixels` `[length, width]` to `device`: dense, there, of no tensor subclass, and
-    with its values in its memory."""
+    """Whether `load_inputs` can copy `pixels` `[length, width]` to `device`: they must be dense, aligned, on `device`,
+    no other tensor subclass than `Parameter`, and without PyTorch's lazy negation or zeros."""
     return (
         type(pixels) in (torch.Tensor, torch.nn.Parameter)
         and pixels.dtype in LOADED_DTYPES
@@ -212,7 +212,7 @@ def can_load(pixels: torch.Tensor, device: torch.device) -> bool:
     )
 
 
-_loaded: dict[tuple[Any, ...], Loaded] = {}  # of launches with pixels, by what decides the code
+_loaded: dict[tuple[Any, ...], Loaded] = {}  # kernels of launches with pixels, by what determines the code
 
 
 def load_inputs(
@@ -231,17 +231,17 @@ def load_inputs(
 
     Args:
         grid: `[n, 3]` of one of `GRID_DTYPES`, (t, h, w) in patches; any strides up to `MAX_ROWS`.
-        rows: patch tokens that the call has, at most `MAX_ROWS`.
-        frames: the most frames (attention sequences) of all items together.
-        merge: what h and w are multiples of.
+        rows: patch tokens of the call, at most `MAX_ROWS`.
+        frames: the most frames (attention sequences) that all items together may have.
+        merge: the merge size, of which h and w must be multiples.
         out: `[room, 3]` int32, contiguous, `n <= room`.
-        pixels: `[length, width]` for which `can_load` holds, copied whatever `grid` holds; None for none.
-        into: `[length or more, width or more]` of any of `PIXEL_DTYPES`, aligned to 16 bytes: where they go, in the
+        pixels: `[length, width]` for which `can_load` is True; copied even if `grid` is wrong. None for none.
+        into: `[length or more, width or more]` of any of `PIXEL_DTYPES`, aligned to 16 bytes: takes the pixels in its
             first columns.
-        counts: `[3, 4]` int32: column 0 of row `kind` becomes the items' patch tokens, of the others 0; of all 0 if
-            anything is wrong.
+        counts: `[3, 4]` int32: in column 0, row `kind` becomes the items' patch tokens and the other rows 0; all become
+            0 if anything is wrong.
         kind: one of `KINDS`.
-        padded: the items may have fewer patch tokens than `rows`; what follows theirs is padding.
+        padded: the items may have fewer patch tokens than `rows`; the remaining rows are padding.
     """
     room = out.shape[0]
     assert grid.dtype in GRID_DTYPES and grid.shape[0] <= room and out.is_contiguous(), (
@@ -255,7 +255,7 @@ def load_inputs(
     if pixels is None or into is None or counts is None or not grid.is_cuda:
         _launch(grid, pixels, into, out, counts, programs, scalars, fixed)
         return out
-    # The GPU idles until this launch, so the key is shorter than that of `launch`.
+    # The GPU idles until this launch, so its key is shorter than that of `launch`.
     addresses = grid.data_ptr(), pixels.data_ptr(), into.data_ptr(), counts.data_ptr(), out.data_ptr()
     aligned = not (addresses[1] | addresses[2] | addresses[3] | addresses[4]) % 16
     key = pixels.dtype, into.dtype, *fixed, out.device, aligned
@@ -286,7 +286,7 @@ def _launch(
     constants |= {"GROUP": min(common & -common, 16), "CHUNK": _CHUNK}
     options = {"num_warps": 4 if block < 1024 else 8}
     words = grid
-    if grid.dtype == torch.int64:  # one kernel for both: its pointer is to 32 bits
+    if grid.dtype == torch.int64:  # one kernel for both dtypes: it takes a pointer to 32-bit words
         words = torch.empty(0, dtype=torch.int32, device=grid.device)
         strides = [2 * pitch for pitch in grid.stride()]
         words.set_(grid.untyped_storage(), 2 * grid.storage_offset(), grid.shape, strides)
@@ -346,11 +346,11 @@ def _patch_grid_kernel(
 
 
 def patch_grid(positions: torch.Tensor, side: int, merge: int, out: torch.Tensor) -> torch.Tensor:
-    """Fills `out` `[B, 3]` int32 with (t, h, w) of images, zeros for those that are no such image.
+    """Fills `out` `[B, 3]` int32 with (t, h, w) of images, zeros for images whose positions form no such grid.
 
     Args:
         positions: `[B, P, 2]` of one of `POSITION_DTYPES`, (x, y) of each patch.
-        side: positions are below it.
+        side: exclusive upper bound of positions.
         merge: patches on a side of a merged token.
     """
     images, patches, _ = positions.shape
@@ -402,7 +402,7 @@ def load_patches(pixels: torch.Tensor, grid: torch.Tensor, merge: int, out: torc
     """Fills the first rows of `out` `[B * P, width]` from `pixels` `[B, P, width]`, both contiguous floats.
 
     Args:
-        grid: `[B, 3]` int32, as `patch_grid` fills it: images of zeros have no rows.
+        grid: `[B, 3]` int32, as `patch_grid` fills it: images whose entry is zeros have no rows.
         merge: patches on a side of a merged token.
     """
     images, patches, width = pixels.shape

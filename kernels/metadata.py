@@ -34,18 +34,18 @@ ALL = tl.constexpr(2**31 - 1)  # tokens: more than any frame has
 
 @dataclass(frozen=True)
 class Layout:
-    """What decides the metadata of a tower.
+    """The sizes that determine a tower's metadata.
 
     Attributes:
         merge: spatial merge size; h and w are multiples of it.
         head_dim: channels of a head, a multiple of 4.
         block_m: queries of an attention tile.
         side: side of the square position table, or entries of each axis's table; 0 for none.
-        taps: entries of that table that a position is interpolated from: 4, 16, or 0 for none; 2 for one of each axis.
+        taps: entries of that table from which a position is interpolated: 4, 16, or 0 for none; 2 for one per axis.
         window: patches on a side of an attention window, a multiple of `merge`; 0 for none.
         window_block_m: queries of an attention tile of windows.
-        short: frames of at most so many tokens have their own list of tiles; 0 if there is one list.
-        short_block_m: queries of a tile of that list.
+        short: frames of at most this many tokens have their own list of tiles; 0 if there is only one list.
+        short_block_m: queries of a tile in that list.
     """
 
     merge: int
@@ -393,7 +393,7 @@ def _metadata_kernel(
 
 
 def _program_ranges(out: Metadata, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(Where the programs of each output end, entries of each output but the tokens), in the kernel's order."""
+    """(end of the range of programs of each output, entries of each output but the tokens), in the kernel's order."""
     lists = (out.rope, out.cu_seqlens, out.tiles, out.short_tiles, out.window_cu_seqlens, out.window_tiles)
     present = (True, True, True, layout.short > 0, layout.window > 0, layout.window > 0)
     sizes = tuple(t.shape[0] if here else 0 for t, here in zip(lists, present, strict=True))
@@ -407,7 +407,7 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
     Args:
         grid: `[items, 3]` int32 (t, h, w) on the device, rows of zeros for no item.
         inv_freq: `[head_dim / 4]` fp32.
-        layout: of the tower and its attention tiles.
+        layout: sizes of the tower and its attention tiles.
     """
     pairs, packed_cols = layout.head_dim // 2, out.packed_cos_sin.shape[1]
     assert packed_cols in (0, packed_width(layout.head_dim)), (

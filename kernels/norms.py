@@ -13,8 +13,8 @@
                      out    = (y - bias) * scale
     gather_rows    : out[u i + j] = x[u order[i] + j],   j < u                     groups of u rows
 
-All sums are fp32. A norm stands alone before tokens are merged, before an activation, before positions are added,
-before the residual stream, and on the heads of q and k.
+All sums are fp32. A norm needs its own kernel before tokens are merged, before an activation, before positions are
+added, before the residual stream, and on the heads of q and k.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def _launch_rows(
     kernel: Any, rows: int, block_m: int, max_programs: int, pointers: tuple[Any, ...], constants: dict[str, Any],
     num_warps: int,
 ) -> None:  # fmt: skip
-    """Launches a kernel that walks over blocks of `block_m` of `rows` rows; nothing where there are none."""
+    """Launches a kernel that walks over `rows` rows in blocks of `block_m`; launches nothing for 0 rows."""
     programs = min(max_programs, triton.cdiv(rows, block_m))
     if programs:
         blocks = {"BLOCK_M": block_m, "BLOCK_N": triton.next_power_of_2(constants["N"])}
@@ -45,12 +45,12 @@ def _launch_rows(
 
 @dataclass(frozen=True)
 class After:
-    """What follows a norm.
+    """The steps after a norm.
 
     Attributes:
         activation: "none" or "gelu".
         taps: positions to add.
-        stats: where moments of the rounded rows go, one part per row; not with `order`.
+        stats: takes the moments of the rounded rows, one part per row; not with `order`.
         order: `[T / unit]` int32: the i-th group of `unit` rows is written as group `order[i]`.
         unit: rows of a group.
 
@@ -137,7 +137,7 @@ def layer_norm(
     max_programs: int,
     after: After = NOTHING,
 ) -> torch.Tensor:
-    """Normalises the first `num_rows` rows of `x` `[T, N]` into `out` `[T, N]`, `x` itself or, with `order`, another.
+    """Normalises the first `num_rows` rows of `x` `[T, N]` into `out` `[T, N]`, which may be `x` unless `order` is set.
 
     Args:
         weight: `[N]`.
@@ -145,7 +145,7 @@ def layer_norm(
         num_rows: `[1]` int32 on the device, the true T.
         eps: added to the variance, or to the mean square.
         max_programs: bound of the persistent grid.
-        after: what follows.
+        after: the steps after the norm.
     """
     (rows, n), taps = x.shape, after.taps or _NO_TAPS
     assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, (
@@ -253,7 +253,7 @@ def head_norm_rope(
     """Normalises and rotates q and k of the first `num_rows` rows of `qkv` `[T, 3 * heads * head_dim]`, in place.
 
     Args:
-        weight: `[2, head_dim]`, of q's norm and k's, contiguous; `[3, head_dim]` where v, too, is normalised.
+        weight: `[2, head_dim]`, contiguous: the weights of q's norm and k's; `[3, head_dim]` if v is normalised, too.
         rope: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         num_rows: `[1]` int32 on the device, the true T.
         heads: of q, and of k.
@@ -291,7 +291,7 @@ class NextNorm:
 
     Attributes:
         weight: `[N]`.
-        out: `[T, N]`, where its output goes; may be the tensor that was added.
+        out: `[T, N]`, takes the norm's output; may be the tensor that was added.
         clip: `[2]` fp32, least and largest value of the output; None for no clamp.
         pdl: the next launch may begin before this one has ended; it waits before it reads `out`.
     """
@@ -373,7 +373,7 @@ def residual_norm(
         num_rows: `[1]` int32 on the device, the true T.
         eps: of both norms, added to the mean square.
         max_programs: a quarter of the bound of the persistent grid, whose programs are smaller than other kernels'.
-        following: the norm that follows; None for none.
+        following: the next norm; None for none.
         clip: `[2]` fp32, least and largest value of y before its norm; None for no clamp.
     """
     rows, n = hidden.shape

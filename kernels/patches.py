@@ -21,12 +21,12 @@ _BLOCK_Y, _BLOCK_X = 4, 128
 
 @dataclass(frozen=True)
 class Taps:
-    """What a pass sums for every output pixel.
+    """The input pixels and weights that a pass sums for every output pixel.
 
     Attributes:
         first: `[n]` int32, the first input pixel of each output pixel.
-        weights: `[taps, n]` int32 with `bits` fraction bits; 0 for taps that are not used.
-        bits: of the fraction, at least 1.
+        weights: `[taps, n]` int32 with `bits` fraction bits; 0 for unused taps.
+        bits: fraction bits, at least 1.
     """
 
     first: torch.Tensor
@@ -145,10 +145,10 @@ def patches_from_images(
 
     Args:
         images: `[n, H, W, C]` uint8, of any strides: stills, or the frames of a video.
-        down, across: taps along the height and along the width, on the same device; None: that axis stays. Where they
-            give less than `grid` has, the rest is 0, at the bottom and to the right.
-        layout: of the patches; `temporal` is 1 for stills.
-        grid: (t, h, w) in patches, h and w multiples of the merge size. Of stills t is their number.
+        down, across: taps along the height and along the width, on the same device; None leaves that axis as it is. If
+            the result is smaller than `grid`, the rest is 0, at the bottom and to the right.
+        layout: sizes of the patches; `temporal` is 1 for stills.
+        grid: (t, h, w) in patches, h and w multiples of the merge size. For stills t is their number.
         out: `[t * h * w, C * temporal * patch^2]` uint8, contiguous.
         down_first: resize along the height first; else along the width first.
     """
@@ -185,7 +185,7 @@ def _launch(
     grid: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """One pass over `n` images `[…, H, W, C]`; the last of `images` stands for those that are not there."""
+    """One pass over `n` images `[…, H, W, C]`; the last of `images` is repeated if there are fewer."""
     frames, *size, channels = images.shape
     length, fixed = size[axis - 1], (0, 0)
     if taps is not None:

@@ -1,17 +1,17 @@
-"""What a token's row and column in its frame give: rotary cos and sin, and taps into the learned position table.
+"""From a token's row and column in its frame: rotary cos and sin, and taps into the learned position table.
 
     angle   = row f | col f,  f = theta^(-2i / (head_dim / 2)), i < head_dim / 4     2-D rotary, arXiv:2409.12191
     4 taps  : bilinear, aligned corners               F.interpolate(align_corners=True)
     16 taps : bicubic (Keys, a = -0.75), half-pixel centres, taps past the border clamped to it
                                                       F.grid_sample(align_corners=False, padding_mode="border")
 
-For operands of 16 bits cos and sin of a pair are packed into one int32, which TMA brings to the epilogue of Hopper's
-GEMM as a tile: a quarter of the time that two floats, loaded value by value, take there on an H200.
+For operands of 16 bits cos and sin of a pair are packed into one int32, and TMA loads these as a tile in the epilogue
+of Hopper's GEMM: on an H200 that takes a quarter of the time of loading two floats value by value.
 
     packed[t, j] = u(cos) | u(sin) << 16,   u(v) = min(round((v + 1) 32768), 65535),   of pair j mod (head_dim / 2)
 
-Off by 3e-5 at most, an eighth of fp16's rounding error near 1. The epilogue reads 64 columns, 32 pairs, at a time, from
-any pair on: the first 32 are repeated at a row's end, so that all 32 are neighbours wherever they begin.
+The error is at most 3e-5, an eighth of fp16's rounding error near 1. The epilogue reads 32 pairs (64 columns) at a
+time, from any pair on. So a row repeats its first 32 pairs at its end: the 32 are neighbours wherever they begin.
 
 These are jit functions of the metadata kernel (metadata.py).
 """
@@ -19,7 +19,7 @@ These are jit functions of the metadata kernel (metadata.py).
 import triton
 import triton.language as tl
 
-PAIRS_AT_A_TIME = 32  # that an epilogue reads
+PAIRS_AT_A_TIME = 32  # pairs that an epilogue reads at once
 STEP = tl.constexpr(8)  # pairs per iteration of a loop: fetching unrolled code takes longer than running it
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from fusedvit.kernels.launch import launch
 
 _CHUNK = 4096  # values that a program copies, 32 a thread
-PLANES = 4  # that one launch takes
+PLANES = 4  # planes per launch
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def store_outputs(
 
     Args:
         hidden: `[rows or more, width]`, contiguous.
-        merged: planes `[merged_rows or more, out]`, all with rows equally far from each other, `out` elements or more.
+        merged: planes `[merged_rows or more, out]`, all with the same row stride of at least `out` elements.
         to_hidden: `[rows, width]`, contiguous.
         to_merged: as many planes `[merged_rows, out]`, contiguous.
     """
@@ -98,4 +98,4 @@ def store_outputs(
         programs = -(-rows * width // _CHUNK) + len(planes) * -(-merged_rows * out // _CHUNK)
         pointers = (hidden, *planes, *none, to_hidden, *to, *none)
         launch(_store_outputs_kernel, programs, (), pointers, constants, {"num_warps": 4}, (rows, merged_rows))
-        rows = 0  # of what is left, only planes
+        rows = 0  # later launches copy only planes

@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 
 KIB = 1024
-# Row budgets where four per octave are too few, as launches are of few waves: multiples of 64, and seven tiles of a
-# multiple of 16 rows; then eight per octave. 6336 (8 images of 784 patches fit) is two waves of 132 SMs in tiles of
-# 192 x 128 over 1024 columns, or of 144 x 192 over 1152.
+# Row budgets in the range where launches have few waves, so that four per octave are too few: multiples of 64, and
+# seven tiles of a multiple of 16 rows; then eight per octave. 6336 (8 images of 784 patches fit) is two waves of 132
+# SMs in tiles of 192 x 128 over 1024 columns, or of 144 x 192 over 1152.
 _LONG = {*range(2048, 4097, 256), *range(4096, 8193, 512), 6336}
 DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_LONG}))
 SMALLEST_ROWS = 64  # rows
@@ -26,15 +26,15 @@ MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS  # scratch memory of t
 
 @dataclass(frozen=True)
 class Target:
-    """What heuristics know of the device.
+    """The facts about a device that heuristics use.
 
     Attributes:
         capability: compute capability as `10 * major + minor` (90 on an H200).
         num_sms: streaming multiprocessors.
         max_shared: shared memory a block may opt into, in bytes.
-        name: the driver's, by which the tuning table is found; "" for no table.
+        name: the driver's name, which selects the tuning table; "" for no table.
         without: (backend, reason) of backends that failed in this process (see `backends.BackendFailed`).
-        share_of: SMs of the whole GPU where `num_sms` are the part of them that a launch is bounded to; else 0.
+        share_of: SMs of the whole GPU if `num_sms` is only the part that a launch is bounded to; else 0.
     """
 
     capability: int = 90
@@ -49,12 +49,12 @@ class Target:
         return replace(self, num_sms=num_sms, share_of=self.share_of or self.num_sms)
 
     def whole(self) -> "Target":
-        """The GPU that this is a part of; itself, if it is whole."""
+        """The whole GPU, whether this target is a part of it or not."""
         return replace(self, num_sms=self.share_of, share_of=0) if self.share_of else self
 
     @property
     def has_copy_engine(self) -> bool:
-        """Whether it has TMA, hardware tensor descriptors."""
+        """Whether the device has TMA: hardware tensor descriptors."""
         return self.capability >= 90
 
     @staticmethod
@@ -68,11 +68,11 @@ class Target:
         return Target(10 * props.major + props.minor, props.multi_processor_count, shared, props.name, failed)
 
 
-_failed: dict[str, str] = {}  # backends that failed in this process: whatever compiled is kept as long (launch.py)
+_failed: dict[str, str] = {}  # backends that failed in this process; compiled kernels are kept as long (launch.py)
 
 
 def note_failure(backend: str, reason: str) -> None:
-    """`backend` ("linear/hopper") does not compile, or fit, here: targets from now on are without it."""
+    """Records that `backend` ("linear/hopper") does not compile or fit here: later targets list it in `without`."""
     _failed.setdefault(backend, reason)
 
 
@@ -85,7 +85,7 @@ class LinearConfig:
         group_m: tile rows that share columns of weights in L2.
         flatten: one loop over tiles and K instead of two.
         copy_engine: the device has TMA (sm_90 and later).
-        splits: parts of K per tile, each a program's.
+        splits: parts of K per tile, one program each.
         pdl: programmatic dependent launch (sm_90 and later).
     """
 
@@ -103,7 +103,7 @@ class LinearConfig:
 
     @property
     def least_n(self) -> int:
-        """Columns of the narrowest part of the row statistics that it can write."""
+        """Columns of the narrowest part of row statistics that this configuration can write."""
         return self.block_n
 
     def tiles(self, rows: int, n: int) -> int:
@@ -170,7 +170,7 @@ def split_head(head_dim: int, max_head: int = 256) -> tuple[int, int]:
 
 
 def budget(rows: int) -> int:
-    """The row budget that `rows` falls into: the next of `DENSE`, or beyond its ends of 4, 5, 6 or 7 times a power of
+    """The row budget of `rows`: the next of `DENSE`, or outside its range the next of 4, 5, 6 or 7 times a power of
     two; at least `SMALLEST_ROWS`."""
     if DENSE[0] < rows <= DENSE[-1]:
         return DENSE[bisect_left(DENSE, rows)]
@@ -187,11 +187,11 @@ def ladder(smallest: int, largest: int) -> Iterator[int]:
 
 @lru_cache(maxsize=1024)
 def contents_of(rows: int, merge_unit: int = 1) -> tuple[int, int]:
-    """Rows that choices for a budget of `rows` are judged by: full, and halfway to the budget below. How many waves of
-    tiles a launch takes depends on it.
+    """The row counts by which choices for a budget of `rows` are judged: the full budget, and halfway to the budget
+    below. The number of waves of tiles that a launch takes depends on the row count.
 
     Args:
-        merge_unit: patches of a row.
+        merge_unit: patches per row.
     """
     below = max(ladder(SMALLEST_ROWS, merge_unit * rows - 1), default=0) // merge_unit
     return rows, (below + rows + 1) // 2
@@ -206,14 +206,14 @@ _TILES = (
     (LinearConfig(128, 256, 64, 8, 3), 1, 1.00),
 )
 _LONG_K, _LONG_K_LOSS = 2048, 0.87
-# Split-K in multiply-adds of an SM: 2 us to wait for the last part, and the time to add each sum of a part.
+# Cost of split-K in multiply-adds of an SM: 2 us of waiting for the last part, and the time to add each partial sum.
 _SPLIT_WORK, _SPLIT_WORK_PER_SUM = 7.5e6, 126
 
 
 def linear_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, max_block_n: int = 256
 ) -> LinearConfig:
-    """Tile choice for a `[rows, k] x [n, k]` GEMM: the one whose waves over the SMs take least time.
+    """Tile choice for a `[rows, k] x [n, k]` GEMM: the tile whose waves over the SMs take the least time.
 
     Args:
         rows: row budget (see `budget`).
@@ -252,14 +252,14 @@ def _split(config: LinearConfig, rows: int, n: int, k: int, target: Target) -> l
 
 
 def parts_at_once(tiles: int, size: int, target: Target) -> list[int]:
-    """Numbers of split-K parts for so many tiles of `size` sums: the most that run at once, and down to half."""
+    """Numbers of split-K parts for `tiles` tiles of `size` sums: the most that run at once, down to half of that."""
     room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * size))
     return [count for count in SPLITS[1:] if room // 2 < count <= room]
 
 
 def _scheduled(config: LinearConfig, rows: int, target: Target) -> LinearConfig:
-    """`config` with PDL where each program has an SM to itself. Of programs that share one, PDL would put two at a time
-    on the first SMs that are free: 64 x 128 was 8 to 14 % slower so on an H200, 128 x 128 up to 11 % faster."""
+    """`config` with PDL if each program has an SM to itself. Where programs share SMs, PDL would put two at a time on
+    the first free SMs: on an H200 PDL made 64 x 128 tiles 8 to 14 % slower, and 128 x 128 tiles up to 11 % faster."""
     return replace(config, pdl=_uses_pdl(rows, target) and config.max_programs <= target.num_sms)
 
 
@@ -270,7 +270,7 @@ def _uses_pdl(rows: int, target: Target) -> bool:
 def linear_candidates(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, max_block_n: int = 256
 ) -> list[LinearConfig]:
-    """Tiles worth timing for a `[rows, k] x [n, k]` GEMM, split-K and narrow ones that share an SM included."""
+    """Tiles worth timing for a `[rows, k] x [n, k]` GEMM, including split-K and narrow tiles that share an SM."""
     shapes = (
         (64, 64, 64, 4, 4, 2), (64, 64, 128, 4, 3, 2), (64, 128, 64, 4, 4, 2), (128, 64, 64, 4, 4, 2),
         (128, 128, 64, 8, 3, 2), (128, 128, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1),
@@ -293,7 +293,7 @@ def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[
 
 
 def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearConfig:
-    """`config` with as many stages as fit `max_shared` bytes, at most its own and at least two."""
+    """`config` with as many stages as fit into `max_shared` bytes, at most its own number and at least two."""
     while config.num_stages > 2 and config.shared_bytes(itemsize) > max_shared:
         config = replace(config, num_stages=config.num_stages - 1)
     return config

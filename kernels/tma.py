@@ -1,8 +1,8 @@
 """Tensor descriptors for TMA, the copy engine of sm_90 and later, built cheaply: an encoder call takes several hundred.
 
-Devices without TMA get the tensor itself, and its row pitch as a constant. Their kernels build the descriptor, which
-the compiler turns into masked loads. A descriptor from the host would tell the compiler neither pitch nor alignment,
-and it would load element by element.
+Without TMA a kernel gets the tensor itself, and its row pitch as a constant. It builds the descriptor, which the
+compiler turns into masked loads. A descriptor from the host would tell the compiler neither pitch nor alignment, and
+the kernel would load element by element.
 """
 
 import torch
@@ -26,11 +26,11 @@ def descriptor(t: torch.Tensor, rows: int, cols: int, copy_engine: bool = True) 
 
 
 def rows_behind(t: torch.Tensor, tile: int) -> int:
-    """Rows that a descriptor over `t` `[T, C]` may have for reading whole tiles of `tile` rows: T rounded up to a tile,
-    as far as the memory behind `t` reaches.
+    """Rows of a descriptor over `t` `[T, C]` that lets whole tiles of `tile` rows be read: T rounded up to a tile, as
+    far as the memory behind `t` reaches.
 
-    TMA fills rows past a descriptor's last one with zeros, which takes longer than rows that are there (H200: a GEMM of
-    21.3 us instead of 17.4). Nothing may depend on what is read so.
+    TMA fills rows past a descriptor's last one with zeros, which takes longer than reading memory (H200: a GEMM of 21.3
+    us instead of 17.4). No result may depend on the rows past T.
     """
     rows, pitch = t.shape[0], t.stride(0)
     held = (t.untyped_storage().nbytes() // t.element_size() - t.storage_offset()) // max(1, pitch)

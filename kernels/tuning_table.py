@@ -13,10 +13,10 @@
 Shipped tables lie in kernels/tuned; the user's own, in the cache directory, override them entry by entry. A lookup is
 exact: a size without an entry is left to the heuristics.
 
-What decides whether an entry holds is the version of its backend (`Backend.version`): entries of another version are
-left out and reported, entries of a backend that does not exist here are ignored. The versions of Triton, PyTorch and
-fusedvit are recorded and decide nothing: one table serves every supported Triton, and what a newer one cannot compile
-well is refused by the configuration's own check (`Backend.wrong`). A malformed table is left out with a warning.
+An entry holds as long as its backend has the recorded version (`Backend.version`): entries of another version are left
+out and reported, entries of a backend that does not exist here are ignored. The versions of Triton, PyTorch and
+fusedvit are recorded but not compared. One table serves every supported Triton; a configuration that a newer one cannot
+compile well is refused by the backend's own check (`Backend.wrong`). A malformed table is left out with a warning.
 """
 
 import errno
@@ -47,15 +47,15 @@ on_forget: list[Callable[[], None]] = []  # called by `forget`
 
 
 class TableError(ValueError):
-    """A file that is no tuning table; the message says where and what."""
+    """A file that is no tuning table; the message says where and why."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Configurations by what they were tuned for.
+    """Tuned configurations by their keys.
 
     Attributes:
-        entries: those that hold here.
+        entries: the configurations that hold here.
         stale: why others were left out, one text per table and backend.
     """
 
@@ -63,7 +63,7 @@ class Table:
     stale: tuple[str, ...] = ()
 
     def over(self, other: "Table") -> "Table":
-        """Both tables' entries, this one's where both have one."""
+        """The entries of both tables; where both have a key, this table's."""
         return Table({**other.entries, **self.entries}, (*self.stale, *other.stale))
 
     def find(self, key: Key, target: Target, dtype: torch.dtype) -> Any | None:
@@ -96,7 +96,7 @@ def table_for(target: Target) -> Table:
 
 
 def forget() -> None:
-    """Makes the next `table_for` read the files again, and drops what was chosen by them before."""
+    """Makes the next `table_for` read the files again, and drops choices that were made by the old ones."""
     _read_all.cache_clear()
     for drop in on_forget:
         drop()
@@ -131,8 +131,8 @@ def read(path: Path, gpu: str) -> Table:
     """The table at `path`, without the entries of backends whose version has changed.
 
     Raises:
-        TableError: not a table, of another GPU, or an invalid entry.
-        OSError: not readable.
+        TableError: the file is no table, is of another GPU, or has an invalid entry.
+        OSError: the file cannot be read.
     """
     document = _document(path)
     found = document["passport"]["gpu"]
@@ -152,7 +152,7 @@ def read(path: Path, gpu: str) -> Table:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """The JSON at `path`, whose "passport", its "gpu" and "backends", and "entries" are there."""
+    """The JSON at `path`, checked to have "entries" and a "passport" with "gpu" and "backends"."""
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -165,10 +165,10 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def key_of(entry: Any, where: str) -> Key:
-    """What an entry was tuned for.
+    """The key of an entry.
 
     Raises:
-        TableError: a field that is missing or of another type; `where` the entry stands.
+        TableError: a field is missing or of another type; the message begins with `where`.
     """
     key = Key(**{f.name: _member(entry, f.name, _TYPES[f.type], where) for f in fields(Key)})
     if key.dtype not in DTYPES:
@@ -177,7 +177,7 @@ def key_of(entry: Any, where: str) -> Key:
 
 
 def _backend(entry: Any, where: str) -> Backend | None:
-    """None for a backend that does not exist here: deleted, or of a newer fusedvit."""
+    """The backend of an entry; None if it does not exist here, as it was deleted or is of a newer fusedvit."""
     return backends.backend_named(_member(entry, "op", str, where), _member(entry, "backend", str, where))
 
 
@@ -188,7 +188,7 @@ def config_of(backend: Backend, record: dict[str, Any], where: str) -> Any:
     """A configuration of `backend` from plain values.
 
     Raises:
-        TableError: a field that is unknown, missing or of another type.
+        TableError: a field is unknown, missing or of another type.
     """
     known = {f.name: f for f in fields(backend.config)}
     unknown = sorted(set(record) - set(known))
@@ -197,7 +197,7 @@ def config_of(backend: Backend, record: dict[str, Any], where: str) -> Any:
     values = {name: _member(record, name, _TYPES[known[name].type], where) for name in record}
     try:
         return backend.config(**values)
-    except (TypeError, ValueError) as error:  # what the record itself refuses
+    except (TypeError, ValueError) as error:  # the dataclass itself refuses a value
         raise TableError(f"{where}: {error}") from error
 
 
@@ -214,10 +214,10 @@ def _member(value: Any, name: str, kind: type, where: str) -> Any:
 
 
 def passport(gpu: str, fusedvit: str) -> dict[str, Any]:
-    """What a table says of itself.
+    """The passport of a new table: its GPU, and the versions that it was measured with.
 
     Args:
-        gpu: the driver's name.
+        gpu: the driver's name of the GPU.
         fusedvit: version of the package.
     """
     versions = {"triton_version": triton.__version__, "torch": torch.__version__, "fusedvit": fusedvit}
@@ -225,15 +225,15 @@ def passport(gpu: str, fusedvit: str) -> dict[str, Any]:
 
 
 def entry_of(key: Key, config: Any, **measured: float) -> Entry:
-    """One entry of a table: `config` is what `key` runs fastest with, `measured` its times in microseconds."""
+    """One entry of a table: `config` is the fastest for `key`, `measured` are its times in microseconds."""
     return {**asdict(key), "backend": backends.backend_of(config).name, "config": asdict(config), **measured}
 
 
 def write(path: Path, document_passport: dict[str, Any], entries: Sequence[Entry], decided: Iterable[Key] = ()) -> None:
-    """Writes a table, one entry a line, in one step: a process that dies meanwhile leaves the old file.
+    """Writes a table, one entry per line, in one step: a process that dies meanwhile leaves the old file.
 
-    Entries of a table that is there already are kept if their backend still has the version that they were measured
-    with, and their key is neither in `entries` nor in `decided` (a key whose heuristic choice is as fast now).
+    Entries of an existing table are kept if their backend still has the version that they were measured with, and if
+    their key is neither in `entries` nor in `decided` (keys whose heuristic choice is as fast now).
     """
     kept = {key_of(entry, str(path)): entry for entry in _valid_entries(path)}
     for key in decided:
@@ -247,7 +247,7 @@ def write(path: Path, document_passport: dict[str, Any], entries: Sequence[Entry
     try:
         unfinished.replace(path)
     except OSError as error:
-        if error.errno != errno.EBUSY:  # of a file that is mounted by itself: it may be written all the same
+        if error.errno != errno.EBUSY:  # a file that is a mount of its own cannot be replaced, only written
             raise
         shutil.copyfile(unfinished, path)
         unfinished.unlink()
@@ -255,7 +255,7 @@ def write(path: Path, document_passport: dict[str, Any], entries: Sequence[Entry
 
 
 def _valid_entries(path: Path) -> list[Entry]:
-    """The entries at `path` whose backend has the version that they were measured with; none if it is no table."""
+    """The entries at `path` whose backend has the version that they were measured with; none if `path` is no table."""
     if not path.exists():
         return []
     try:

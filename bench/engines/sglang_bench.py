@@ -1,10 +1,11 @@
-"""SGLang's own Qwen3-VL tower, eager and in its CUDA graphs, beside the same tower with our plugin: answers and times.
+"""SGLang's own Qwen3-VL tower, eager and in its CUDA graphs, against the same tower with our plugin: answers and times.
 
     PYTHONPATH=CHECKOUT:SITE python -m fusedvit.bench.engines.sglang_bench --json OUT.json [--tower Qwen3-VL-8B]
 
-SITE holds SGLang and what it imports; without a GPU, in fp32, `--tower tiny`. SGLang's code is as shipped: model class,
-`load_weights`, the hook after loading, its graphs, its weight updater. Not SGLang's: the language model is not built,
-and weights are random. Our answers are judged by the tolerance rule against SGLang's and against Hugging Face's.
+SITE holds SGLang and its dependencies; use `--tower tiny` without a GPU, where it runs in fp32. SGLang's code is as
+shipped: model class, `load_weights`, the hook after loading, its graphs, its weight updater. Two things differ: the
+language model is not built, and weights are random. The tolerance rule compares our answers with SGLang's and with
+Hugging Face's.
 """
 
 import sys
@@ -88,7 +89,7 @@ def main() -> int:
 
 
 def _start(device: torch.device) -> None:
-    """A process of SGLang's as far as models need it: its options and groups."""
+    """Sets up this process as an SGLang process, as far as models need it: its options and groups."""
     get_context().override_server_args(device=device.type, tp_size=1).install()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -104,7 +105,7 @@ def _start(device: torch.device) -> None:
 
 
 def _serve(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Served:
-    """SGLang's own model first: the plugin is loaded after it, as it is for a whole process."""
+    """Builds SGLang's own model first, then loads the plugin, which changes the whole process, and builds ours."""
     tower, wide = build(geometry, dtype, device)
     theirs = _model(geometry, device, dtype)
     theirs.load_weights(_named(tower))
@@ -116,7 +117,7 @@ def _serve(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Serv
 
 
 def _model(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Any:
-    """As SGLang's loader constructs it for an encoder server, which has no language model."""
+    """The model as SGLang's loader constructs it for an encoder server, which has no language model."""
     from transformers import Qwen3VLConfig
 
     numbers = dict(geometry.numbers)
@@ -156,7 +157,7 @@ def _call(tower: Any, grid: Grid, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _row(served: Served, grid: Grid, seconds: float) -> dict[str, Any]:
-    """One workload: our answer against both others', SGLang's graph against its eager code, and times."""
+    """One workload: our answer against both peers', SGLang's graph against its eager code, and times."""
     pixels = _pixels(served, grid)
     runs: dict[str, Callable[[], torch.Tensor]] = {EAGER: lambda: _call(served.theirs.visual, grid, pixels)}
     if served.device.type == "cuda":
@@ -186,11 +187,11 @@ def _judged(
     return {name: verdict_of([answers[OURS]], wanted, peer) for name, peer in peers.items()}
 
 
-# weights that change, and go
+# weights that change, and memory that is given back
 
 
 def _after_changes(served: Served, grid: Grid) -> dict[str, bool]:
-    """Whether answers follow SGLang's weight updater, and come back with their bits after memory was given away."""
+    """Whether answers follow SGLang's weight updater, and have the same bits after memory was released and resumed."""
     pixels = _pixels(served, grid)
     visual, manager = served.ours.visual, _manager(served)
     before = _call(visual, grid, pixels).clone()

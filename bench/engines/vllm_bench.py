@@ -1,8 +1,8 @@
 """`fusedvit bench --vllm FOLDER`: vLLM's tower as it serves, and the same model with the plugin.
 
-Contenders take the model runner's batches, one a modality, through `embed_multimodal` or vLLM's graph manager, and run
-interleaved. "fused tower" calls the handle, "vLLM's module" the tower through the plugin, "ours" the model. An answer
-that breaks the tolerance rule gets no time; a NaN answer's time is printed, and marked.
+Contenders run the model runner's batches, one per modality, through `embed_multimodal` or vLLM's graph manager,
+interleaved. "fused tower" calls the handle, "vLLM's module" the tower through the plugin, "ours" the model. A contender
+whose answer breaks the tolerance rule gets no time, unless the answer has NaN: then its time is printed and marked.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +33,8 @@ class Options:
     """What is measured.
 
     Attributes:
-        folder: where vLLM is; see `vllm_models.open_site`.
-        seconds: of timing for each workload.
+        folder: the folder with vLLM; see `vllm_models.open_site`.
+        seconds: seconds of timing for each workload.
     """
 
     folder: Path
@@ -50,11 +50,11 @@ def measure(
     step: Step = lambda text: None,
     keep: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
-    """The document without its passport; `keep` is given it after every workload.
+    """The document without its passport; `keep` is called with it after every workload.
 
     Raises:
-        InputError: the folder holds no vLLM, or the tower is another family's.
-        UnsupportedModel: the plugin left vLLM's tower alone; its log line says why.
+        InputError: the folder holds no vLLM, or the tower is of another family.
+        UnsupportedModel: the plugin did not fuse vLLM's tower; its log line says why.
     """
     step("vLLM: models and graphs")
     vllm_models.open_site(options.folder)
@@ -72,7 +72,7 @@ def measure(
             step(name)
             try:
                 document["workloads"][name] = row(served, manager, grid, options)
-            except RuntimeError as error:  # the others' figures are worth having
+            except RuntimeError as error:  # the other workloads' figures are worth having
                 document.setdefault("failed", {})[name] = named_line(error)
             document["report"] = fuse(served.ours).report()
             keep(document)
@@ -80,7 +80,7 @@ def measure(
 
 
 def about(served: Served) -> dict[str, Any]:
-    """Versions, and which of vLLM's code runs."""
+    """Versions, the device, and the attention that vLLM runs."""
     import transformers
     import vllm
 
@@ -124,7 +124,7 @@ def row(served: Served, manager: Any, grid: Grid, options: Options) -> dict[str,
 
 
 def _exact(served: Served, batch: Batch) -> Any:
-    """A manager with one graph, as large as `batch`."""
+    """A graph manager with one graph, exactly as large as `batch`."""
     rows = next(value for name, value in batch.items() if name.endswith("grid_thw")).tolist()
     merged = sum(t * h * w for t, h, w in rows) // served.theirs.visual.spatial_merge_size**2
     return new_manager(served, (merged,), len(rows), sum(t for t, _, _ in rows))
@@ -157,7 +157,7 @@ def _runs(served: Served, manager: Any, exact: list[Any], batches: list[Batch]) 
 
 def _answer(name: str, run: Callable[[], Any], grid: Grid) -> torch.Tensor:
     outputs = run()
-    if name in (MODULE, DIRECT):  # whole batches: images first, as its grids are
+    if name in (MODULE, DIRECT):  # these return whole batches: first the images', then the videos'
         merge = sum(t * h * w for t, h, w in grid) // sum(len(rows) for rows in outputs)
         images = [(t, h, w) for t, h, w in grid if t == 1]
         videos = [(t, h, w) for t, h, w in grid if t > 1]
@@ -173,7 +173,7 @@ def _gate(answer: torch.Tensor, ref: list[torch.Tensor], pt: list[torch.Tensor])
 
 
 def show(document: dict[str, Any], console: Any) -> None:
-    """A table on a rich console, and what failed."""
+    """Prints a table on a rich console, and the failed workloads."""
     about = document["vllm"]
     title = f"{document['tower']} inside vLLM {about['version']} on {about['device']}"
     vllm_table(document["workloads"]).show(title, console)
@@ -182,7 +182,7 @@ def show(document: dict[str, Any], console: Any) -> None:
 
 
 def any_wrong(document: dict[str, Any]) -> bool:
-    """Whether one of our answers is wrong, or a workload failed; vLLM's wrong answers are its own."""
+    """Whether one of our answers is wrong, or a workload failed; vLLM's wrong answers do not count."""
     rows = document["workloads"].values()
     ours = [found["parity"][name]["passed"] for found in rows for name in (OURS, MODULE, DIRECT)]
     return bool(document.get("failed")) or not ours or not all(ours)

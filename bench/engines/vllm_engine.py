@@ -1,10 +1,10 @@
-"""A whole vLLM engine on GPUs, with the plugin and without: answers, time in the vision tower, memory, sleep, reload.
+"""A whole vLLM engine on GPUs, with and without the plugin: answers, time in the vision tower, memory, sleep, reload.
 
     python -m fusedvit.bench.engines.vllm_engine FOLDER --json PATH [--tower NAME] [--ranks N] [--mode data|weights]
         [--runner V1|V2]
 
-FOLDER is a site-packages that holds vLLM. The model has the tower of `--tower` and a small language model, random
-weights, and is loaded from a checkpoint as any other. Each engine is a program of its own, in which vLLM finds the
+FOLDER is a site-packages that holds vLLM. The model has the tower of `--tower`, a small language model and random
+weights, and is loaded from a checkpoint like any other. Each engine is a process of its own, in which vLLM finds the
 plugin by its entry point. Answers are log probabilities of the first token, compared with Hugging Face's in fp32.
 """
 
@@ -29,9 +29,9 @@ from fusedvit.bench.towers import GEOMETRIES, random_weights_
 from fusedvit.errors import InputError
 from fusedvit.graphs.manager import MIB
 
-RUNNERS = "V1", "V2"  # the second is what dense models get by default, and has no encoder graphs
+RUNNERS = "V1", "V2"  # dense models get V2 by default; it has no encoder graphs
 _CHECKPOINTS = "first", "second"
-_OTHER = "other weights"  # the stage behind which an engine has those of the second
+_OTHER = "other weights"  # the stage in which an engine has the second checkpoint's weights
 _TEXT = {"num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 _TEXT |= {"intermediate_size": 4096, "max_position_embeddings": 32768}
 _WORDS = tuple(f"<|{name}|>" for name in ("endoftext", "vision_start", "vision_end", "image_pad", "video_pad"))
@@ -39,14 +39,14 @@ _IMAGE, _VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|
 _SIDES = {"one image": [(448, 448)], "three images": [(224, 224), (640, 480), (1024, 768)]}
 _TIMED = 64  # requests of an image of 448 x 448 pixels
 _ROUNDS = 6  # the first is not counted
-_SECONDS = "_encoder_seconds"  # what a worker's encoder steps took
-_NOISE = 2.0  # times vLLM's own distance from Hugging Face in fp32, and a floor
+_SECONDS = "_encoder_seconds"  # attribute of a worker: seconds of its encoder steps
+_NOISE = 2.0  # allowed multiple of vLLM's own distance from Hugging Face in fp32; _FLOOR is added
 _FLOOR = 0.01
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the engines; 1 if an answer of a fused one is further from Hugging Face's than the rule allows, or its tower
-    did not run fused."""
+    """Runs the engines; returns 1 if a fused engine's answer is further from Hugging Face's than the rule allows, or if
+    its tower did not run fused."""
     parser = arguments(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=[*GEOMETRIES])
@@ -85,7 +85,7 @@ def _document(args: Any) -> dict[str, Any]:
 
 
 def _right(folder: Path, tower: str, seed: int) -> dict[str, list[float]]:
-    """A checkpoint in `folder`, and Hugging Face's answers of it."""
+    """Hugging Face's answers for the checkpoint in `folder`, which is written if it is not there."""
     answers = folder.with_suffix(".json")
     if not answers.exists():
         _checkpoint(folder, tower, seed)
@@ -95,7 +95,7 @@ def _right(folder: Path, tower: str, seed: int) -> dict[str, list[float]]:
 
 
 def _checkpoint(folder: Path, tower: str, seed: int) -> None:
-    """A whole Qwen3-VL with its processor, as `save_pretrained` writes them; `seed` is of the tower alone."""
+    """Writes a whole Qwen3-VL with its processor by `save_pretrained`; `seed` changes the tower's weights only."""
     import transformers
 
     tokenizer = _tokenizer()
@@ -124,7 +124,7 @@ def _checkpoint(folder: Path, tower: str, seed: int) -> None:
 
 
 def _tokenizer() -> Any:
-    """Bytes, and the words of a chat: no vocabulary can be fetched."""
+    """A tokenizer of bytes and the special tokens of a chat: no vocabulary can be downloaded."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
@@ -152,8 +152,8 @@ def _requests() -> dict[str, dict[str, Any]]:
 
 
 def _hugging_face(folder: Path) -> dict[str, list[float]]:
-    """Log probabilities of the first token in fp32, of the requests without video: vLLM writes frames' times its own
-    way into a prompt."""
+    """Log probabilities of the first token in fp32, for the requests without video: vLLM writes frames' times into a
+    prompt in its own way."""
     import transformers
 
     processor = transformers.AutoProcessor.from_pretrained(folder)
@@ -174,7 +174,7 @@ def _hugging_face(folder: Path) -> dict[str, list[float]]:
 
 
 def _run_engine(args: Any, scratch: Path, runner: str, disabled: bool) -> dict[str, Any]:
-    """An engine in a program of its own, and its document."""
+    """Runs an engine in a process of its own and returns its document."""
     with tempfile.TemporaryDirectory() as own:
         out, site = Path(own) / "engine.json", Path(own) / "site"
         _write_metadata(site)
@@ -189,7 +189,7 @@ def _run_engine(args: Any, scratch: Path, runner: str, disabled: bool) -> dict[s
 
 
 def _write_metadata(site: Path) -> None:
-    """What `pip install` would leave of this checkout: its entry points."""
+    """Writes the metadata that `pip install` would write for this checkout: its entry points."""
     if any(point.name == "fusedvit" for point in entry_points(group="vllm.general_plugins")):
         return
     import tomllib
@@ -204,7 +204,7 @@ def _write_metadata(site: Path) -> None:
 
 
 def _engine(scratch: Path, ranks: int, mode: str, out: Path) -> int:
-    """An engine's life, from its start to other weights."""
+    """Runs an engine through all its stages, from its start to the reload with other weights."""
     document: dict[str, Any] = {"free MiB": {"before": _free()}, "wake s": {}, "log probabilities": {}}
     free, answers = document["free MiB"], document["log probabilities"]
     begun = time.perf_counter()
@@ -229,7 +229,7 @@ def _engine(scratch: Path, ranks: int, mode: str, out: Path) -> int:
 
 
 def _start(folder: Path, ranks: int, mode: str) -> Any:
-    """An engine as `vllm serve` starts it, with sleep mode, and without caches that would spare it the encoder."""
+    """An engine as `vllm serve` starts it, with sleep mode, and without caches that would skip the encoder."""
     from vllm import LLM
 
     return LLM(
@@ -250,7 +250,7 @@ def _start(folder: Path, ranks: int, mode: str) -> Any:
 
 
 def _wake(llm: Any, level: int) -> float:
-    """Wakes an engine, and loads its weights where sleep has lost them; seconds that it took."""
+    """Wakes an engine, reloads its weights if sleep has lost them, and returns the seconds that this took."""
     begun = time.perf_counter()
     llm.wake_up()
     if level > 1:
@@ -259,7 +259,7 @@ def _wake(llm: Any, level: int) -> float:
 
 
 def _answers(llm: Any) -> dict[str, list[float]]:
-    """Log probabilities of the first token, over the vocabulary, by the request's name."""
+    """Log probabilities of the first token over the vocabulary, by request."""
     from vllm import SamplingParams
 
     requests = _requests()
@@ -272,7 +272,7 @@ def _answers(llm: Any) -> dict[str, list[float]]:
 
 
 def _timed(llm: Any) -> dict[str, float]:
-    """Many requests at once: medians of the seconds in all, and in the slowest rank's encoder steps."""
+    """Times many requests at once: medians of the total seconds, and of those in the slowest rank's encoder steps."""
     from PIL import Image
     from vllm import SamplingParams
 
@@ -291,7 +291,7 @@ def _timed(llm: Any) -> dict[str, float]:
 
 
 def _time_steps(worker: Any) -> None:
-    """In a worker: its encoder steps are timed from now on."""
+    """Runs in a worker: times its encoder steps from now on."""
     runner = worker.model_runner
     seconds: list[float] = []
     holder, name = runner, "_execute_mm_encoder"
@@ -313,7 +313,7 @@ def _time_steps(worker: Any) -> None:
 
 
 def _seconds(worker: Any) -> list[float]:
-    """In a worker: of the encoder steps since the last question."""
+    """Runs in a worker: the seconds of each encoder step since the last call of this function."""
     found: list[float] = getattr(worker, _SECONDS)
     answer = found[:]
     found.clear()
@@ -324,11 +324,11 @@ def _free() -> int:
     return int(torch.cuda.mem_get_info()[0]) // MIB
 
 
-# what is said of both
+# comparison of both engines
 
 
 def verdict(pair: dict[str, Any], want: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """What is kept of two engines' documents, vLLM's own and the fused one's: their answers as distances.
+    """The documents of two engines, vLLM's own and the fused one's, with answers reduced to distances.
 
     Args:
         want: Hugging Face's answers, by checkpoint and request.
@@ -339,8 +339,8 @@ def verdict(pair: dict[str, Any], want: dict[str, dict[str, list[float]]]) -> di
 
 
 def _compared(pair: dict[str, Any], want: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Largest differences of log probabilities, by stage and request: vLLM's from Hugging Face's, the fused engine's
-    from it, and both from each other."""
+    """Largest differences of log probabilities, by stage and request: of vLLM's and the fused engine's from each other,
+    and of both from Hugging Face's."""
     found: dict[str, Any] = {}
     for stage, request, theirs, ours in _pairs(pair):
         right = want[_CHECKPOINTS[stage == _OTHER]].get(request)

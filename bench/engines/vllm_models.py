@@ -1,8 +1,8 @@
 """vLLM's own Qwen3-VL tower and its encoder graphs, with and without our plugin, in one process on the same weights.
 
-Everything is vLLM's code as shipped: tower, `embed_multimodal`, `EncoderCudaGraphManager`, a config from
-`EngineArgs`. Not vLLM's: the language model is not built, weights are random, and `get_max_frames_per_video` is a
-constant, since it would need a processor.
+vLLM's code is as shipped: tower, `embed_multimodal`, `EncoderCudaGraphManager`, a config from `EngineArgs`. Three
+things differ: the language model is not built, weights are random, and `get_max_frames_per_video` is a constant, since
+it would need a processor.
 """
 
 import lzma
@@ -26,7 +26,7 @@ from fusedvit.bench.towers import GEOMETRIES, Geometry, build, wider
 from fusedvit.bench.workloads import Grid
 from fusedvit.errors import InputError
 
-_FRAMES = 1  # what vLLM's default limit of 999 videos a prompt comes to
+_FRAMES = 1  # frames per video under vLLM's default limit of 999 videos per prompt
 _TOKENS = 8192  # max_num_batched_tokens of `vllm serve` on an H100
 _LIBRARIES = {
     "_vllm_fa2_C.abi3.so": "vllm/vllm_flash_attn",
@@ -39,11 +39,11 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Served:
-    """Two models of an engine's on the same weights: its own, and one that the plugin has fused.
+    """Two models of an engine with the same weights: `theirs`, its own, and `ours`, fused by the plugin.
 
     Attributes:
-        config: the engine's.
-        tower, wide: Hugging Face's tower with the same weights, and in fp32.
+        config: the engine's config.
+        tower, wide: Hugging Face's tower with the same weights, and its copy in the wider dtype.
     """
 
     config: Any
@@ -55,7 +55,7 @@ class Served:
 
 
 def open_site(folder: Path) -> None:
-    """Puts vLLM on the path: `folder` is a site-packages that holds it, or its files packed (docs/serving.md).
+    """Puts vLLM on the path: `folder` is a site-packages that holds it, or holds its packed files (docs/serving.md).
 
     Raises:
         InputError: `folder` holds neither.
@@ -89,7 +89,7 @@ def _unpacked(folder: Path, archive: Path) -> Path:
 
 
 def engine_config(geometry: Geometry, dtype: torch.dtype, **more: Any) -> Any:
-    """The config that `vllm serve` would have for a model with this tower, its encoder graphs on."""
+    """The config of `vllm serve` for a model with this tower, with encoder graphs on."""
     from transformers import Qwen3VLConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -115,12 +115,12 @@ def engine_config(geometry: Geometry, dtype: torch.dtype, **more: Any) -> Any:
 
 
 def load_plugin() -> None:
-    """Loads the plugin as vLLM does, by its entry point; more often than once changes nothing."""
+    """Loads the plugin as vLLM does, by its entry point; a repeated call changes nothing."""
     EntryPoint("fusedvit", "fusedvit.serving.vllm:register", "vllm.general_plugins").load()()
 
 
 def start(rank: int, world: int, port: int, device: torch.device) -> None:
-    """vLLM's process groups."""
+    """Starts vLLM's process groups."""
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     init_distributed_environment(
@@ -163,14 +163,14 @@ def build_model(config: Any, device: torch.device, fused: bool) -> Any:
         if method is not None:
             method.process_weights_after_loading(module)
     if fused:
-        fusedvit.fuse(model)  # it is: raises if the plugin left it alone, and its log line says why
+        fusedvit.fuse(model)  # raises if the plugin has not fused it; the plugin's log line says why
     else:
         fusedvit.unfuse(model)
     return model
 
 
 def share_(ours: Any, theirs: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Loads a Hugging Face tower's weights through vLLM's loader, into the same memory for both."""
+    """Loads a Hugging Face tower's weights by vLLM's loader, and makes both models share the memory."""
     loaded = theirs.visual.load_weights(state.items())
     assert loaded == set(state), f"not loaded: {sorted(set(state) - loaded)[:3]}"
     for mine, other in zip(ours.visual.parameters(), theirs.visual.parameters(), strict=True):
@@ -178,7 +178,7 @@ def share_(ours: Any, theirs: Any, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def new_manager(served: Served, budgets: tuple[int, ...] = (), items: int = 0, frames: int | None = None) -> Any:
-    """vLLM's graph manager with these limits (none: those that it infers), its graphs captured."""
+    """vLLM's graph manager with these limits (by default those that it infers), with its graphs captured."""
     from vllm.distributed.parallel_state import graph_capture
     from vllm.platforms import current_platform
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -200,7 +200,7 @@ def new_manager(served: Served, budgets: tuple[int, ...] = (), items: int = 0, f
 
 
 def batches_of(grid: Grid, pixels: torch.Tensor) -> list[Batch]:
-    """The model runner's batches: one a modality, grids on the CPU."""
+    """The model runner's batches: one per modality, with grids on the CPU."""
     rows: dict[str, list[tuple[tuple[int, int, int], torch.Tensor]]] = {"image": [], "video": []}
     at = 0
     for t, h, w in grid:
@@ -218,7 +218,7 @@ def batches_of(grid: Grid, pixels: torch.Tensor) -> list[Batch]:
 
 
 def in_grid_order(grid: Grid, outputs: list[Any]) -> torch.Tensor:
-    """Outputs of `batches_of`'s batches, item by item, in the order of `grid`."""
+    """The outputs of the batches of `batches_of`, given item by item, in the order of `grid`."""
     flat = [item for batch in outputs for item in batch]
     images = iter(flat[: sum(t == 1 for t, _, _ in grid)])
     videos = iter(flat[sum(t == 1 for t, _, _ in grid) :])
@@ -226,8 +226,8 @@ def in_grid_order(grid: Grid, outputs: list[Any]) -> torch.Tensor:
 
 
 def hugging_face(served: Served, pixels: torch.Tensor, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What `verdict_of` compares embeddings with: Hugging Face's in the wider dtype, and in the dtype of `pixels`, laid
-    out as engines do."""
+    """Hugging Face's embeddings in the wider dtype and in the dtype of `pixels`, for `verdict_of`, in the layout of
+    engines."""
     rows, found = torch.tensor(grid, device=served.device), []
     for tower, dtype in ((served.wide, wider(pixels.dtype)), (served.tower, pixels.dtype)):
         outputs = tower(pixels.to(dtype), grid_thw=rows)
@@ -237,10 +237,10 @@ def hugging_face(served: Served, pixels: torch.Tensor, grid: Grid) -> tuple[list
 
 
 def serve(name: str, device: torch.device, dtype: torch.dtype, port: int) -> Served:
-    """Both models of a Qwen3-VL geometry on Hugging Face's random weights, in this process.
+    """Both models of a Qwen3-VL geometry with the random weights of Hugging Face's tower, in this process.
 
     Raises:
-        InputError: `name` is another family's.
+        InputError: `name` is a tower of another family.
     """
     from vllm.config import set_current_vllm_config
 

@@ -1,11 +1,11 @@
-"""vLLM's tower over several GPUs, a process each: `--mm-encoder-tp-mode data`, or `weights`, which shards it.
+"""vLLM's tower over several GPUs, one process each: `--mm-encoder-tp-mode data`, or `weights`, which shards it.
 
     python -m fusedvit.bench.engines.vllm_ranks FOLDER data|weights [--tower NAME] [--ranks N] [--json PATH]
 
-FOLDER as in `fusedvit bench --vllm`. Without a GPU the ranks are processes on gloo. With `data` every rank runs its
-items, and all gather the embeddings: several ranks beside one, and the bits of both. With `weights` the plugin gathers
-the shards; vLLM's contenders are its eager tower and its encoder graphs, where these can be captured. The last line is
-the document; it is written after every workload.
+FOLDER is as in `fusedvit bench --vllm`. Without a GPU the ranks are processes on gloo. With `data` every rank runs its
+items and all gather the embeddings; times and bits of several ranks are compared with those of one. With `weights` the
+plugin gathers the shards; vLLM's contenders are its eager tower and, if they can be captured, its encoder graphs. The
+last line is the document; it is written after every workload.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Starts the ranks; 1 if an answer is wrong or a rank did not run fused."""
+    """Starts the ranks; returns 1 if an answer is wrong or a rank did not run fused."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("mode", choices=["data", "weights"])
@@ -119,7 +119,7 @@ def _data_parallel(served: Served, rounds: int, keep: Keep) -> dict[str, Any]:
 
 
 def _one_and_several(served: Served, pixels: torch.Tensor, grid: torch.Tensor, rounds: int) -> dict[str, Any]:
-    """Times over all ranks and on one, and whether the bits are one GPU's on the same items."""
+    """Times on all ranks and on one, and whether the bits equal those of one GPU for the same items."""
     from vllm.model_executor.models.vision import get_load_balance_assignment
 
     visual, batch = served.ours.visual, {"pixel_values": pixels, "image_grid_thw": grid}
@@ -160,7 +160,7 @@ def _sharded(served: Served, rounds: int, keep: Keep) -> dict[str, Any]:
 
 
 def _warm_up(served: Served) -> None:
-    """Gathers, then compiles and captures what this rank's shares replay; others may need longer."""
+    """Gathers the shards, then compiles and captures the graphs of this rank's shares; waits for the other ranks."""
     handle, rank, ranks = fuse(served.ours), dist.get_rank(), dist.get_world_size()
     sharded = vars(served.ours.visual)[SERVED].sharded
     grids = [torch.tensor(WORKLOADS[name]) for name in NAMES]
@@ -171,11 +171,11 @@ def _warm_up(served: Served) -> None:
 
 
 def _manager(served: Served) -> tuple[Any, str]:
-    """vLLM's encoder graphs as served, if every rank can capture them, and why this one cannot."""
+    """vLLM's encoder graphs as served, if every rank can capture them, and why this rank cannot."""
     manager, missing = None, ""
     try:
         manager = new_manager(served) if served.device.type == "cuda" else None
-    except Exception as error:  # whatever stands in the way is what a server would meet: its tower runs eager then
+    except Exception as error:  # a server would meet the same error and run its tower eagerly
         missing = f"{type(error).__name__}: {first_line(error)}"
     captured = torch.tensor(int(manager is not None), device=served.device)
     dist.all_reduce(captured, dist.ReduceOp.MIN)
@@ -183,7 +183,7 @@ def _manager(served: Served) -> tuple[Any, str]:
 
 
 def _row(served: Served, manager: Any, grid: Grid, rounds: int) -> dict[str, Any]:
-    """Medians of a call on the slowest rank, our answer against Hugging Face's, and how vLLM's compares."""
+    """Medians of a call on the slowest rank, and verdicts on our answer and vLLM's against Hugging Face's."""
     pixels = _pixels(served, grid)
     batches = batches_of(grid, pixels)
     runs = {
@@ -206,12 +206,12 @@ def _row(served: Served, manager: Any, grid: Grid, rounds: int) -> dict[str, Any
 
 
 def _pixels(served: Served, grid: Grid) -> torch.Tensor:
-    """The same on every rank."""
+    """Random pixels for `grid`, the same on every rank."""
     return pixels_for(served.tower, grid, next(served.tower.parameters()).dtype, served.device)
 
 
 def _median_ms(run: Callable[[], Any], rounds: int) -> float:
-    """The median call, all ranks at once, on this rank's clock."""
+    """Milliseconds of the median call, on this rank's clock; all ranks call at once."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     times = []
     for _ in range(rounds + 3):

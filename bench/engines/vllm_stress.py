@@ -1,9 +1,10 @@
-"""What must hold inside vLLM beside speed: no NaN in random batches, and the same answers after whatever a server does.
+"""Correctness inside vLLM: no NaN in random batches, and the same answers after many calls, a reload and sleep.
 
     python -m fusedvit.bench.engines.vllm_stress FOLDER --json PATH [--tower NAME] [--batches N] [--calls N]
 
-FOLDER as in `fusedvit bench --vllm`. Sleep runs through vLLM's `Worker.sleep` and `wake_up`, with its own allocator if
-FOLDER brings the library, else simulated: level 2 then overwrites the weights. The document is written after each part.
+FOLDER is as in `fusedvit bench --vllm`. Sleep runs through vLLM's `Worker.sleep` and `wake_up` with vLLM's allocator if
+FOLDER has its library. Otherwise sleep is simulated: level 2 overwrites the weights. The document is written after each
+part.
 """
 
 import random
@@ -27,12 +28,12 @@ from fusedvit.bench.workloads import Grid, tokens
 _PORT = 29547
 _WORKER = "vllm.v1.worker.gpu_worker"
 _SIDES = (2, 4, 6, 8, 10, 14, 16, 20, 28, 36, 48, 64)
-_COMPARED = 100  # every so many batches the answer is compared with vLLM's own
-_FAR = 0.05  # relative error in the 2-norm between two towers in bf16 that compute the same
+_COMPARED = 100  # one in this many batches is compared with vLLM's own answer
+_FAR = 0.05  # bound on the relative 2-norm error between two bf16 towers that compute the same
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs every part, each by itself; 1 if one does not hold."""
+    """Runs every part, even if another fails; returns 1 if one does not hold."""
     parser = arguments(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=[*GEOMETRIES])
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, part in parts.items():
             try:
                 found[name] = part()
-            except Exception as error:  # the other parts are worth having, whatever vLLM raises here
+            except Exception as error:  # vLLM may raise anything; the other parts must still run
                 found[name] = {"holds": False, "error": f"{type(error).__name__}: {error}"[:800]}
             print(name, found[name], flush=True)
             write(args.json, {"passport": of, "parts": found})
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def random_batches(served: Served, count: int) -> dict[str, Any]:
-    """NaN and Inf in the answers to `count` random batches; how far some are from vLLM's own."""
+    """Counts NaN and Inf in the answers to `count` random batches, and compares some answers with vLLM's own."""
     draw = random.Random(0)
     bad = torch.zeros((), dtype=torch.long, device=served.device)
     furthest = 0.0
@@ -104,7 +105,7 @@ def _fixed(served: Served, model: Any) -> torch.Tensor:
 
 
 def many_calls(served: Served, count: int) -> dict[str, Any]:
-    """Bits before and after `count` calls of one batch, a reload of the weights and a release."""
+    """Compares bits before and after `count` calls of one batch, after a reload of the weights, and after a release."""
     first, handle = _fixed(served, served.ours).clone(), fuse(served.ours)
     grid: Grid = [(1, 14, 14)]
     (batch,) = batches_of(grid, _pixels(served, grid, 2))
@@ -122,13 +123,13 @@ def many_calls(served: Served, count: int) -> dict[str, Any]:
 
 
 def _copy_(module: nn.Module, values: list[torch.Tensor]) -> None:
-    """As vLLM's loaders write: past version counters."""
+    """Writes parameters as vLLM's loaders do: without changing their version counters."""
     for parameter, value in zip(module.parameters(), values, strict=True):
         parameter.data.copy_(value)
 
 
 def sleeping(served: Served) -> dict[str, Any]:
-    """The same answers after sleep levels 1 and 2, and memory given back meanwhile."""
+    """Whether answers are the same after sleep levels 1 and 2, and memory is given back meanwhile."""
     pool, how = _pool(served)
     with torch.inference_mode(False), pool:
         model = build_model(served.config, served.device, True)
@@ -154,7 +155,7 @@ def _free_mib() -> float:
 
 
 def _pool(served: Served) -> tuple[AbstractContextManager[Any], str]:
-    """Where weights shall lie: in vLLM's sleep allocator, if its library is there."""
+    """The memory pool for weights: vLLM's sleep allocator if its library is there, and the name of the allocator."""
     if served.device.type == "cuda":
         try:
             from vllm.device_allocator.cumem import CuMemAllocator
@@ -166,7 +167,7 @@ def _pool(served: Served) -> tuple[AbstractContextManager[Any], str]:
 
 
 def _worker(served: Served, model: Any, how: str) -> Any:
-    """A worker of vLLM's with nothing but this model, or one that does what a worker's sleep does to the weights."""
+    """A vLLM worker that holds only this model; or, if `how` is "simulated", a stand-in for it."""
     runner = types.SimpleNamespace(model=model, post_kv_cache_wake_up=lambda: None)
     if how == "simulated":
         return _simulated(runner)
@@ -182,7 +183,7 @@ def _worker(served: Served, model: Any, how: str) -> Any:
 
 
 def _simulated(runner: Any) -> Any:
-    """A stand-in under the name of vLLM's worker, which the plugin changes as it would change that."""
+    """A stand-in under the name of vLLM's worker, so that the plugin patches it like the original."""
 
     class Worker:
         model_runner = runner

@@ -1,4 +1,4 @@
-"""JPEG bytes to tokens: a corpus through Hugging Face's processor and through ours, and decoding by threads."""
+"""JPEG bytes to tokens: a corpus through Hugging Face's processor and through ours, and decoding in threads."""
 
 import io
 import itertools
@@ -33,7 +33,7 @@ def jpegs(count: int, side: int) -> list[bytes]:
 
 
 def measure(setting: Setting, work: Workload, count: int, seconds: float) -> dict[str, Any]:
-    """Images a second of every contender on a corpus of `count` JPEGs, each for about `seconds` (ours: all of them)."""
+    """Images a second of every contender on a corpus of `count` JPEGs; all but ours stop after about `seconds`."""
     files = jpegs(count, work.side)
     plain = processor_for(work.target, setting.patch)
     runs = _contenders(setting, plain, work)
@@ -48,9 +48,9 @@ def measure(setting: Setting, work: Workload, count: int, seconds: float) -> dic
 
 
 def _rate(run: Run, files: Sequence[bytes], seconds: float | None, device: torch.device, last: int) -> float:
-    """Images a second from the end of the first batch on: processes that start count for nobody. `last`: images of the
-    last batch, if it has fewer."""
-    for some in (files[:32], files[-last:] if last else ()):  # a last batch of its own size would compile kernels
+    """Images a second from the end of the first batch on, so that no contender's start of processes counts. `last`: the
+    number of images of the last batch, if it has fewer."""
+    for some in (files[:32], files[-last:] if last else ()):  # a smaller last batch would compile kernels
         for _ in run(some):
             pass
     begin, done = None, 0
@@ -68,7 +68,7 @@ def _rate(run: Run, files: Sequence[bytes], seconds: float | None, device: torch
 
 def _contenders(setting: Setting, plain: Any, work: Workload) -> dict[str, Run]:
     def in_line(tower: torch.nn.Module, **options: Any) -> Run:
-        """Decoded by all cores, then Hugging Face's processor, then the tower; batch after batch."""
+        """Per batch: decodes on all cores, then runs Hugging Face's processor, then the tower."""
 
         def run(files: Sequence[bytes]) -> Iterator[int]:
             with ThreadPoolExecutor(available_cores()) as pool:
@@ -96,7 +96,7 @@ def _contenders(setting: Setting, plain: Any, work: Workload) -> dict[str, Run]:
 
 
 def _through_loader(setting: Setting, plain: Any, work: Workload) -> Run:
-    """Decoded and processed by one process a core, fp32 patches through shared and pinned memory."""
+    """Decodes and processes in about one process per core; fp32 patches go through shared and pinned memory."""
 
     def run(files: Sequence[bytes]) -> Iterator[int]:
         batches = list(_chunks(files, work.images))
@@ -135,7 +135,7 @@ def _chunks(files: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
 
 
 def by_threads(setting: Setting, work: Workload, count: int) -> list[dict[str, Any]]:
-    """Images a second decoded, and from JPEG to patches on the device, by the threads that decode."""
+    """Images a second decoded, and from JPEG to patches on the device, by the number of decoding threads."""
     plain, files = processor_for(work.target, setting.patch), jpegs(count, work.side)
     found = []
     for threads in (n for n in (1, 2, 4, 8, 16, 32) if n <= available_cores()):
@@ -151,7 +151,7 @@ def by_threads(setting: Setting, work: Workload, count: int) -> list[dict[str, A
 
 
 def _busy(run: Callable[[], Any]) -> dict[str, float]:
-    """Of the wall time, what the GPU spends in kernels: by the profiler, overlapping kernels counted once."""
+    """The share of wall time that the GPU spends in kernels, by the profiler; overlapping kernels count once."""
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -172,7 +172,7 @@ def _busy(run: Callable[[], Any]) -> dict[str, float]:
 
 
 def differences(setting: Setting, work: Workload) -> dict[str, Any]:
-    """Bytes of patches, ours against the backends': which share differs, and by how much at most."""
+    """Bytes of patches, ours against the backends': the share that differs, and the largest difference."""
     images = pictures(2, work.side)
     plain = processor_for(work.target, setting.patch)
     ours = swap(processor_for(work.target, setting.patch), setting.device)

@@ -23,7 +23,7 @@ from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.job import Job, ShardDone
 
-SIDE, TARGET = 600, 448  # pixels: of the files, and of the images that the tower sees
+SIDE, TARGET = 600, 448  # pixels on a side: of the files, and of the images that the tower gets
 HF_BATCH, HF_SECONDS = 16, 12.0
 SHARD = 128
 VIDEO = [(64, 28, 28)]  # frames, and rows and columns of patches
@@ -31,7 +31,7 @@ BUSY, IMAGES_OF_HF, TWO_GPUS, VIDEO_OF_ONE = 0.8, 3.0, 1.9, 1.7  # bars
 
 
 def checkpoint(folder: Path, name: str) -> Path:
-    """A checkpoint with the tower `name`, random weights, a language model of one small layer, and a processor."""
+    """Writes a checkpoint with the tower `name`, random weights, a one-layer small language model, and a processor."""
     import transformers
 
     text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -47,7 +47,7 @@ def checkpoint(folder: Path, name: str) -> Path:
 
 
 def hugging_face(model: Path, files: Sequence[Path], device: torch.device) -> float:
-    """Images a second of a plain loop: open, process, move, encode, average; batches of 16."""
+    """Images a second of a plain loop over batches of 16: open, process, move, encode, average."""
     import transformers
     from PIL import Image
 
@@ -75,7 +75,7 @@ def hugging_face(model: Path, files: Sequence[Path], device: torch.device) -> fl
 
 
 def embed(model: Path, files: Path, out: Path, gpus: Sequence[int]) -> dict[str, Any]:
-    """One run of `fusedvit embed`: images a second from the first to the last commit."""
+    """The figures of one run of `fusedvit embed`; images a second count from the first to the last commit."""
     commits: list[tuple[float, ShardDone]] = []
     job = Job(str(model), (str(files),), str(out), shard_size=SHARD)
     start = time.perf_counter()
@@ -98,7 +98,8 @@ def embed(model: Path, files: Path, out: Path, gpus: Sequence[int]) -> dict[str,
 
 
 def video(name: str, devices: Sequence[str]) -> dict[str, Any]:
-    """Milliseconds of a call with one long video, over all devices and on the first alone; greatest difference."""
+    """Milliseconds of a call with one long video, on all devices and on the first alone, and their largest difference
+    in outputs."""
     first = torch.device(devices[0])
     dtype = torch.bfloat16 if first.type == "cuda" else torch.float32
     tower = build_one(GEOMETRIES[name], dtype, first)
@@ -118,7 +119,7 @@ def _batches(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
 
 
 def _judged(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each bar: what was found, what is wanted, and whether it is met."""
+    """Each figure with its bar, and whether the bar is met."""
     one, two = found.get("one"), found.get("two")
     figures = {}
     if one and "hugging_face" in found:
@@ -136,7 +137,7 @@ def _judged(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, prints the figures, and writes the document after each part; 1 where a bar is missed."""
+    """Measures, prints the figures, and writes the document after each part; returns 1 if a bar is missed."""
     parser = arguments(__doc__)
     parser.add_argument("--tower", default="Qwen3-VL-8B")
     parser.add_argument("--images", type=int, default=5000)

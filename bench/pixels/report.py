@@ -1,4 +1,4 @@
-"""`fusedvit bench pixels`: all of it as one document, its tables, and a picture of where the time goes."""
+"""`fusedvit bench pixels`: its document, the document's tables, and a picture of the time of each stage."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ CONTENDERS = (HF_CPU_HF, HF_CPU, HF_CUDA, OURS)
 
 @dataclass(frozen=True)
 class Options:
-    """tower: a geometry's name; images: of the corpus; seconds: of timing for each workload and contender."""
+    """tower: a geometry's name; images: size of the corpus; seconds: of timing for each workload and contender."""
 
     tower: str
     workloads: Mapping[str, Workload]
@@ -28,7 +28,7 @@ class Options:
 def measure(
     options: Options, device: torch.device, step: Step, keep: Callable[[dict[str, Any]], None] = lambda found: None
 ) -> dict[str, Any]:
-    """The document; `keep` gets it as far as it is after every part."""
+    """The document; `keep` is called with the document so far after every part."""
     found: dict[str, Any] = {"tower": options.tower, "rows": []}
     step("building the tower")
     setting = table.setting_of(options.tower, device)
@@ -55,7 +55,7 @@ def passed(found: Mapping[str, Any]) -> bool:
 
 
 def missed(found: Mapping[str, Any]) -> list[str]:
-    """Workloads whose bar is not met; bars are of an H100 and an 8B tower."""
+    """Workloads whose bar is not met; bars are for an H100 and an 8B tower."""
     if found["tower"] != "Qwen3-VL-8B":
         return []
     rows = [row for row in found["rows"] if row["bar_ms"] and OURS in row["ms"]]
@@ -78,7 +78,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """A bar a contender and workload, of its stages."""
+    """Draws a bar of stages for each contender and workload."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""From decoded images in host memory to tokens that the caller owns: what `fusedvit bench pixels` runs first.
+"""The first part of `fusedvit bench pixels`: from decoded images in host memory to tokens that the caller owns.
 
-Every contender begins with the same uint8 arrays. Its tokens pass the tolerance rule before it is timed; contenders run
-interleaved, 1 to 5 calls at a time, wall clock, synchronised; the first of these, with the CPU's caches cold, is a
-figure of its own ("first_ms"). Stages are timed one by one as well, which does not add up where they overlap.
+Every contender begins with the same uint8 arrays, and its tokens must pass the tolerance rule before it is timed.
+Contenders run interleaved in bursts of 1 to 5 calls, on a synchronised wall clock. The first call of a burst, with the
+CPU's caches cold, is a figure of its own ("first_ms"). Stages are also timed alone; overlapping ones do not add up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ Front = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Workload:
-    """Square images, resized to other squares. bar: milliseconds of "ours" on an H100, 8B tower."""
+    """Square images, resized to other squares. bar: milliseconds allowed for "ours" on an H100 with an 8B tower."""
 
     images: int
     side: int
@@ -43,12 +43,12 @@ WORKLOADS = {
     "1 x 2300 to 2048 px": Workload(1, 2300, 2048, 92.0),
     "1 x 448 px": Workload(1, 448, 448, 2.8),
 }
-TINY = {"2 x 100 to 64 px": Workload(2, 100, 64), "1 x 64 px": Workload(1, 64, 64)}  # where there is no GPU
+TINY = {"2 x 100 to 64 px": Workload(2, 100, 64), "1 x 64 px": Workload(1, 64, 64)}  # without a GPU
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One tower three times on the same parameters: Hugging Face's, fused, and in the type of references."""
+    """One tower three times with the same parameters: Hugging Face's, fused, and in the dtype of references."""
 
     original: nn.Module
     fused: nn.Module
@@ -61,7 +61,7 @@ class Setting:
         return _patch_of(self.original)
 
     def tokens(self, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
-        """Hugging Face's tower takes its grid on the GPU alone; a fused one takes it as processors give it, too."""
+        """Calls `tower`. Hugging Face's towers need the grid on the GPU; a fused tower also takes it on the CPU."""
         with torch.inference_mode():
             return tower(pixels, grid_thw=grid if tower is self.fused else grid.to(self.device))
 
@@ -81,7 +81,7 @@ def _patch_of(tower: nn.Module) -> int:
 
 
 def processor_for(target: int, patch: int) -> Any:
-    """A Qwen image processor of the backend that there is, under which larger squares become `target` pixels."""
+    """A Qwen image processor of the available backend that resizes larger squares to `target` pixels."""
     import transformers
     from transformers.utils import is_torchvision_available
 
@@ -92,7 +92,7 @@ def processor_for(target: int, patch: int) -> Any:
 
 
 def pictures(count: int, side: int) -> list[np.ndarray]:
-    """Smooth ones with some noise, `[side, side, 3]` uint8."""
+    """Smooth images with some noise, `[side, side, 3]` uint8."""
     chance = np.random.default_rng(side)
     y, x = np.mgrid[0:side, 0:side] / side
     waves = [np.sin(2 * np.pi * (a * x + b * y)) for a, b in chance.uniform(1, 9, (3, 2))]
@@ -140,7 +140,7 @@ def measure(setting: Setting, name: str, work: Workload, seconds: float) -> dict
 
 
 def _fronts(plain: Any, ours: Any, images: Sequence[np.ndarray], setting: Setting) -> dict[str, Front]:
-    """What stands before the tower, by contender: (pixel_values, grid) on the tower's device."""
+    """The preprocessing of each contender: returns (pixel_values, grid), with the pixels on the tower's device."""
 
     def hugging_face(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         found = plain(images=list(images), return_tensors="pt", **options)
@@ -157,7 +157,7 @@ def _fronts(plain: Any, ours: Any, images: Sequence[np.ndarray], setting: Settin
 
 
 def _bytes(images: Sequence[np.ndarray], rows: torch.Tensor, ours: torch.Tensor) -> dict[str, Any]:
-    """Copied to the GPU: fp32 patches, or images as they are."""
+    """The bytes that are copied to the GPU: of fp32 patches, or of images as they are."""
     assert isinstance(ours, BytePixels)
     decoded = sum(image.nbytes for image in images)
     return {"fp32_patches": rows.nbytes, "images": decoded, "ratio": decoded / rows.nbytes, "byte_patches": ours.nbytes}
@@ -166,7 +166,7 @@ def _bytes(images: Sequence[np.ndarray], rows: torch.Tensor, ours: torch.Tensor)
 def _on_gpu(
     setting: Setting, images: Sequence[np.ndarray], prepared: Mapping[str, tuple[torch.Tensor, torch.Tensor]], grid: Any
 ) -> dict[str, float]:
-    """Milliseconds on the GPU's clock, the median of some: our resizing alone, and the tower with either input."""
+    """Median milliseconds on the GPU's clock: our resizing alone, and the tower with either kind of input."""
     there = torch.from_numpy(np.stack(images)).to(setting.device)
     _, h, w = grid[0].tolist()
     down, across = (
@@ -184,7 +184,7 @@ def _on_gpu(
     }
     for call in calls.values():
         call()
-    orders = (list(calls), list(reversed(calls))) * 8  # what follows a long call finds a warmer, slower GPU
+    orders = (list(calls), list(reversed(calls))) * 8  # a long call leaves the GPU warmer and slower
     rounds = [{name: gpu_ms(calls[name], setting.device) for name in order} for order in orders]
     return {name: spread([times[name] for times in rounds]).median for name in calls}
 

@@ -1,11 +1,11 @@
-"""What the tuner decides, in which order, the configurations that it tries for each, and whether these may be used.
+"""The tuner's tasks and their order, the candidate configurations of each, and the checks of these.
 
 tasks      : every operation of the chosen towers at every row budget, each once
 order      : blocks of the most used towers at the usual budgets, their mergers, other towers, other budgets
-candidates : the heuristic's choice, then what every available backend proposes
+candidates : the heuristic's choice, then the proposals of every available backend
 shortlist  : the heuristic's choice, the few that the cost model ranks first, plain Triton's choice
-checks     : compiled and run once, in other processes, as a candidate may crash or hang; Triton's cache hands what is
-             compiled there to the process that times it
+checks     : compiled and run once, in other processes, as a candidate may crash or hang; the process that times it
+             finds the kernel in Triton's cache
 """
 
 import contextlib
@@ -38,8 +38,8 @@ from fusedvit.model.spec import VisionSpec
 BUDGETS = tuple(ladder(256, 65536))  # patch tokens: the graphs' budgets from 256 on
 USUAL = range(256, 16384 + 1)  # patch tokens
 AT_LAUNCH = ("max_programs",)  # fields of a configuration that change no code
-BEST, BEST_OF_LONG = 3, 2  # by the cost model; of budgets above the usual, which take long to time
-PLAIN, PLAIN_ROWS = "triton", 2048  # with more rows plain Triton takes 1.1 to 3 x what another backend does
+BEST, BEST_OF_LONG = 3, 2  # how many the cost model selects; fewer above the usual budgets, which take long to time
+PLAIN, PLAIN_ROWS = "triton", 2048  # with more rows plain Triton takes 1.1 to 3 x as long as other backends
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TuningTask:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration with its backend's name: plain values, which travel between processes."""
+    """A configuration with its backend's name: plain values, which can be sent between processes."""
 
     backend: str
     config: Any
@@ -67,7 +67,7 @@ class Candidate:
 
 
 def tuning_tasks(specs: Iterable[VisionSpec], budgets: Sequence[int], dtype: torch.dtype) -> list[TuningTask]:
-    """Every operation once; those without a case of their own stay with the heuristics."""
+    """Every operation once, except those without a case in `bench.ops`: the heuristics decide these."""
     found: dict[Key, TuningTask] = {}
     for spec in specs:
         for rows in budgets:
@@ -103,7 +103,7 @@ def candidates(item: TuningTask, dtype: torch.dtype, target: Target) -> list[Can
 
 
 def shortlist(item: TuningTask, proposed: Sequence[Candidate], dtype: torch.dtype, target: Target) -> list[Candidate]:
-    """Those of `proposed` that are worth timing; all where plain Triton is the only backend."""
+    """The candidates of `proposed` that are worth timing; all if plain Triton is the only backend."""
     key, own = item.task.key, proposed[0]
     others = [candidate for candidate in proposed[1:] if candidate.backend != PLAIN]
     if not others:
@@ -118,8 +118,8 @@ def shortlist(item: TuningTask, proposed: Sequence[Candidate], dtype: torch.dtyp
 
 
 def predicted_us(key: Key, config: Any, target: Target) -> float:
-    """The heuristics' own cost model, over the contents that they judge a budget by; 0, so that it is timed, for what
-    the model does not know."""
+    """The time by the heuristics' own cost model, over the contents by which they judge a budget; 0 for configurations
+    that the model does not know, so that they are timed."""
     if isinstance(config, HopperSwapABConfig | HopperGemmConfig):
         return cost_model(config, key.n, key.k, target, key.kind)(key.rows)
     if not isinstance(config, HopperAttentionConfig):
@@ -131,7 +131,7 @@ def predicted_us(key: Key, config: Any, target: Target) -> float:
 
 
 def compilation(item: TuningTask, candidate: Candidate) -> str:
-    """Names what is compiled once, whatever the rows; windows and frames share one attention kernel."""
+    """The name of a compilation. It does not depend on the rows, and windows and frames share one attention kernel."""
     key = item.task.key
     kind = "" if key.op == backends.ATTENTION else f" {key.kind}"
     compiled = {name: value for name, value in asdict(candidate.config).items() if name not in AT_LAUNCH}
@@ -139,12 +139,12 @@ def compilation(item: TuningTask, candidate: Candidate) -> str:
 
 
 def kernel_of(item: TuningTask, config: Any) -> str:
-    """`compilation` of what a plan makes of a configuration that is chosen for `item`."""
+    """`compilation` of the configuration that a plan launches if `config` is chosen for `item`."""
     return compilation(item, Candidate.of(as_launched(item.spec, item.task.name, item.task.key.rows, config)))
 
 
 def cases_of(item: TuningTask, dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """What a budget is timed with: a linear case with room for several contents, or attention over several layouts."""
+    """The cases by which a budget is timed: a linear case for several row counts, or attention over several layouts."""
     key = item.task.key
     if key.op == backends.LINEAR:
         return [linear_case(item.task, item.spec, dtype, device, key.rows)]
@@ -154,9 +154,9 @@ def cases_of(item: TuningTask, dtype: torch.dtype, device: torch.device) -> list
 
 # Checks
 
-CHECKED_ROWS, CHECKED_LENGTHS = 300, (196, 104)  # neither a multiple of a tile
-PATIENCE_S = 60.0  # for one pair, a process's start included
-LOCK_S = 20.0  # that a process waits for the GPU: the one that has it may never end
+CHECKED_ROWS, CHECKED_LENGTHS = 300, (196, 104)  # not multiples of a tile
+PATIENCE_S = 60.0  # the most for one pair, a process's start included
+LOCK_S = 20.0  # the most that a process waits for the GPU, as the process that holds it may hang
 
 Pair = tuple[TuningTask, Candidate]
 Found = Generator[tuple[int, str], None, None]  # (index, problem or ""), as they are found
@@ -164,10 +164,10 @@ Check = Callable[[Sequence[Pair]], Found]
 
 
 def small_case(item: TuningTask, dtype: torch.dtype, device: torch.device) -> Case:
-    """The operation at a size that runs in no time."""
+    """A case of the operation at a very small size."""
     key = item.task.key
     if key.op == backends.LINEAR:
-        rows = max(1, min(CHECKED_ROWS, key.rows - 1))  # a split product has room for its budget alone
+        rows = max(1, min(CHECKED_ROWS, key.rows - 1))  # split-K has scratch for its budget only
         return linear_case(item.task, item.spec, dtype, device, rows, sets=1)
     return attention_case(key.n, key.k, CHECKED_LENGTHS, dtype, device, fa3=False)
 
@@ -179,11 +179,11 @@ def problem_of(
     known: dict[Launch, Compiled] | None = None,
     lock: Path | None = None,
 ) -> str:
-    """Why the candidate may not be used, or "". Without a GPU: by its output alone.
+    """Why the candidate may not be used, or "". Without a GPU only its output is checked.
 
     Args:
         known: see `compile_in_place`.
-        lock: a file to be locked while the candidate runs.
+        lock: a file that is locked while the candidate runs.
     """
     item, candidate = pair
     case = small_case(item, dtype, device)
@@ -198,9 +198,9 @@ def problem_of(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock on the file at `path`, or goes on without after `LOCK_S`; a process that dies releases its lock.
+    """Holds a lock on the file at `path`; continues without it after `LOCK_S`. A process that dies releases its lock.
 
-    Candidates run one at a time: their outputs count, not how they share a GPU.
+    The lock makes candidates run one at a time: their outputs are checked, not how they share a GPU.
     """
     end = time.monotonic() + LOCK_S
     with path.open("wb") as file:
@@ -224,7 +224,7 @@ def here(dtype: torch.dtype, device: torch.device) -> Check:
 
 
 def in_processes(jobs: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Checks in `jobs` processes at a time; one that dies or does not end costs only its own pair."""
+    """Checks in `jobs` processes at a time; a process that dies or hangs fails only its own pair."""
 
     def check(pairs: Sequence[Pair]) -> Found:
         todo, folder = list(range(len(pairs))), tempfile.TemporaryDirectory()
@@ -254,7 +254,7 @@ LOST = "crashed, or did not end"
 
 @dataclass
 class _Worker:
-    """A process that checks one pair at a time: the number of its pair, and when it got it."""
+    """A process that checks one pair at a time. `pair`: the number of its pair; `since`: when it got the pair."""
 
     process: SpawnProcess
     pipe: Any
@@ -272,11 +272,11 @@ class _Worker:
 
     def give(self, number: int, pair: Pair) -> None:
         self.pair, self.since = number, time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # it is dead, which `result` finds
+        with contextlib.suppress(BrokenPipeError):  # the process is dead, which `result` notices
             self.pipe.send(pair)
 
     def result(self) -> str | None:
-        """Its problem or ""; `LOST` where the process died or does not end, None while it works."""
+        """The pair's problem or ""; `LOST` if the process died or hangs; None while it works."""
         if self.pair is None:
             return None
         try:
@@ -287,7 +287,7 @@ class _Worker:
         return None if self.process.is_alive() and time.monotonic() - self.since < PATIENCE_S else LOST
 
     def after(self, said: str, arguments: tuple[Any, ...]) -> "_Worker":
-        """The worker for the next pair: itself, or a new process in its place."""
+        """The worker for the next pair: this one, or a new process in its place if this one is lost."""
         self.pair = None
         if said != LOST:
             return self
@@ -303,6 +303,6 @@ def _work(pipe: Any, dtype: torch.dtype, device: torch.device, lock: Path) -> No
             pair = pipe.recv()
             try:
                 said = problem_of(pair, dtype, device, known, lock)
-            except Exception as error:  # whatever a compiler dies of is this candidate's problem
+            except Exception as error:  # any error of a compiler is this candidate's problem
                 said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             pipe.send(said)

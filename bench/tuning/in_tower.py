@@ -1,7 +1,7 @@
-"""Whether tuned choices make whole towers faster: each of them at its budget, and together on the nine workloads.
+"""Whether tuned choices make whole towers faster: each at its budget, and all together on the nine workloads.
 
-What is faster alone may be slower between its neighbours, as a launch finds caches and SMs the way the one before left
-them. So a budget's entries are timed in graph replays of the whole tower: none of them, all of them, and all but one.
+A kernel that is faster alone may be slower between its neighbours, as the launch before it determines the state of
+caches and SMs. So a budget's entries are timed in graph replays of the whole tower: none, all, and all but one.
 """
 
 import functools
@@ -27,15 +27,15 @@ from fusedvit.model.plan import EncoderPlan, plan_for, tasks
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 
-LEAST = 0.003  # of a tower's time at a budget, that an entry must save: it is a kernel to compile
-WORTH = 0.01  # of its time on the workloads, that its entries must gain in every round
+LEAST = 0.003  # share of a tower's time at a budget that an entry must save, as it costs a kernel to compile
+WORTH = 0.01  # share of a tower's time on the workloads that its entries must gain in every round
 ROUNDS, ROUND_S, BUDGET_S = 2, 1.5, 0.4
-LARGEST_IMAGE, FRAME = 8192, 784  # patches: of what fills a budget; larger ones have both, for both lists of frames
+LARGEST_IMAGE, FRAME = 8192, 784  # patches; a larger budget holds an image and a video, for both lists of frames
 HEURISTICS, TUNED = "heuristics", "tuned"
 
 
 class WholeTower:
-    """A tower with random weights, and times of its graph replays by plan."""
+    """A tower with random weights, which times its graph replays by plan."""
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
         family, self.spec = family_and_spec(geometry)
@@ -51,18 +51,18 @@ class WholeTower:
         self._side: SideStream = CapturedSideStream(device) if device.type == "cuda" else IN_LINE
 
     def plan(self, rows: int, entries: Sequence[Entry]) -> EncoderPlan:
-        """The plan of `rows` patch tokens by `entries`, and by the heuristics where these say nothing."""
+        """The plan for `rows` patch tokens by `entries`, and by the heuristics for operations without an entry."""
         return plan_for(self.spec, rows, self.dtype, Target.of(self.device), table_of(entries))
 
     def ms(self, items: Sequence[Item], plans: Mapping[str, EncoderPlan], seconds: float) -> dict[str, list[float]]:
-        """Milliseconds of a replay for `items` by each plan, interleaved, a median a round; a round takes `seconds`."""
+        """Milliseconds of a replay for `items` by each plan: interleaved, one median per round of `seconds`."""
         contenders = [Contender(name, self._replay(items, plan), "gpu") for name, plan in plans.items()]
         rounds = [interleaved(contenders, self.device, seconds) for _ in range(ROUNDS)]
         return {name: [statistics.median(times[name]) for times in rounds] for name in plans}
 
     def _replay(self, items: Sequence[Item], plan: EncoderPlan) -> Callable[[], object]:
         capacity = Capacity.of(items, plan.layout(self.spec))
-        room = len(plan.overlapped), capacity.tokens  # without it mergers run in line, on few SMs
+        room = len(plan.overlapped), capacity.tokens  # without it mergers would run in line, on few SMs
         buffers = allocate(self.spec, capacity, self.dtype, self.device, overlap=room)
         buffers.pixels.normal_()
         buffers.grid.copy_(torch.tensor([list(item) for item in items], dtype=torch.int32))
@@ -73,10 +73,10 @@ class WholeTower:
 def proven(
     tower: WholeTower, entries: Sequence[Entry], step: Callable[[str, int, int], None] = lambda text, done, total: None
 ) -> list[Entry]:
-    """Of `entries` those without which the tower takes more than `LEAST` longer at their budget, in every round.
+    """The `entries` without which the tower takes more than `LEAST` longer at their budget, in every round.
 
     Args:
-        step: is told (what, how many budgets are done, of how many).
+        step: called with (what is timed, number of budgets done, number of budgets).
     """
     budgets, kept = _by_budget(tower.spec, tower.dtype, entries), list[Entry]()
     for done, (rows, of) in enumerate(sorted(budgets.items())):
@@ -86,7 +86,7 @@ def proven(
 
 
 def entries_of(spec: VisionSpec, dtype: torch.dtype, entries: Sequence[Entry]) -> list[Entry]:
-    """Those of `entries` that are of a tower's operations."""
+    """The `entries` that belong to a tower's operations."""
     return [entry for of in _by_budget(spec, dtype, entries).values() for entry in of.values()]
 
 
@@ -124,7 +124,7 @@ def _saves(without: Sequence[float], using: Sequence[float]) -> bool:
 
 
 def content_of(spec: VisionSpec, rows: int) -> list[Item]:
-    """What nearly fills a budget of `rows` patch tokens, and falls into no smaller one: an image; in a large budget an
+    """Items that nearly fill a budget of `rows` patch tokens, and fit no smaller one: an image; for a large budget an
     image of half of it, and frames of a video."""
     frames = rows // 2 // FRAME if rows > LARGEST_IMAGE else 0
     video = [_largest(spec, frames, FRAME, lambda item: True)] if frames else []
@@ -133,7 +133,7 @@ def content_of(spec: VisionSpec, rows: int) -> list[Item]:
 
 
 def _largest(spec: VisionSpec, frames: int, patches: int, fits: Callable[[Item], bool]) -> Item:
-    """The item of `frames` frames of at most `patches` each that fits, as square as can be; else the largest."""
+    """The squarest item of `frames` frames, of at most `patches` each, that fits; if none fits, the largest."""
     unit = spec.merge_size
     heights = range(max(math.isqrt(patches) // unit, 1), max(math.isqrt(patches) // unit // 3, 0), -1)
     found = [Item(frames, unit * h, unit * max(patches // (unit * unit * h), 1)) for h in heights]
@@ -141,7 +141,7 @@ def _largest(spec: VisionSpec, frames: int, patches: int, fits: Callable[[Item],
 
 
 def table_of(entries: Sequence[Entry]) -> Table:
-    """What `entries` say, whatever tables there are."""
+    """A table of `entries` alone, without the shipped tables and the user's."""
     found = {}
     for entry in entries:
         key = tuning_table.key_of(entry, "new entry")
@@ -154,8 +154,8 @@ def table_of(entries: Sequence[Entry]) -> Table:
 def tower_gains(
     tower: WholeTower, entries: Sequence[Entry], grids: Mapping[str, Sequence[Sequence[int]]]
 ) -> dict[str, list[float]]:
-    """By workload, how many times as long the whole tower takes by the heuristics alone as with `entries`, interleaved
-    graph replays, a number a round. Workloads for which both choose the same are left out."""
+    """By workload, the whole tower's time with heuristics alone over that with `entries`: interleaved graph replays,
+    one ratio per round. Workloads for which both plans are equal are left out."""
     found = dict[str, list[float]]()
     for name, grid in grids.items():
         items = [Item(*row) for row in grid]
@@ -169,6 +169,6 @@ def tower_gains(
 
 
 def worth_it(gains: Mapping[str, Sequence[float]]) -> bool:
-    """Whether a tower is faster by more than `WORTH`, in geometric mean over workloads, in every round. Where none of
-    them runs at a budget that has entries, what was proven at its budget is."""
+    """Whether a tower is faster by more than `WORTH`, in geometric mean over workloads, in every round. True if no
+    workload's plan has entries: these were proven at their own budgets."""
     return all(statistics.geometric_mean(ratios) > 1 + WORTH for ratios in zip(*gains.values(), strict=True))

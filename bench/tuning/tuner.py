@@ -1,16 +1,16 @@
 """The autotuner behind `fusedvit tune`: finds the fastest backend and tile of every operation on this GPU.
 
-    tasks      : what is decided, in order (candidates.py)
-    candidates : the heuristic's choice, then the most promising of every available backend
-    checked    : compiled and run once, in processes side by side: no spills, fits shared memory, right outputs
+    tasks      : the operations to decide, in order (candidates.py)
+    candidates : the heuristic's choice, then the most promising ones of every available backend
+    checked    : compiled and run once, in parallel processes: no spills, fits shared memory, right outputs
     timed      : interleaved in CUDA graphs, weights rotated, several contents of a budget, by mean time over the
                  heuristic's
     verified   : the winner is compared with the reference once more, at its own size
 
-An entry is written only where another configuration is more than `MARGIN` faster than the heuristic's, or where the
-heuristic's may not be used: elsewhere the heuristic decides, also when it changes. An entry of the table in use stays
-unless the heuristic's is as fast now, or another is more than `MARGIN` faster than either. Every result is appended to
-a log next to the table, so that a run that was cut continues, and the table is written as the run goes.
+An entry is written only if another configuration is more than `MARGIN` faster than the heuristic's, or if the
+heuristic's may not be used; otherwise the heuristic decides, even after it changes. An entry of the table in use stays
+unless the heuristic's choice is as fast now, or another is more than `MARGIN` faster than both. Every result is
+appended to a log next to the table, so that an interrupted run can continue; the table is written during the run.
 """
 
 import contextlib
@@ -43,24 +43,24 @@ from fusedvit.kernels.backends import Key
 from fusedvit.kernels.tile_configs import Target, contents_of
 from fusedvit.kernels.tuning_table import Entry
 
-CHECKING = 0.6  # of the time, at most
-MARGIN = 0.02  # that another configuration must be faster by
-KEEP_S = 10.0  # between two writings of the table
+CHECKING = 0.6  # the most of the time that checks may take
+MARGIN = 0.02  # by which another configuration must be faster
+KEEP_S = 10.0  # between two writes of the table
 
 
 @dataclass
 class Log:
-    """Results so far, a line of JSON each; `path` None keeps them in memory only."""
+    """Results so far, one line of JSON each; with a `path` of None they are in memory only."""
 
     path: Path | None
     stamp: dict[str, Any]
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Reads what an earlier run left that had the same stamp; another stamp starts anew.
+        """Reads the results of an earlier run with the same stamp; with another stamp the log starts empty.
 
-        Candidates that passed their check are checked again if they are still to be timed: another machine has not
-        compiled them, and would compile them one by one when they are timed.
+        Candidates that passed their check are checked again if they are not timed yet: on another machine their kernels
+        are not in the cache, and timing would compile them one by one.
         """
         if self.path is None:
             return
@@ -69,7 +69,7 @@ class Log:
         if stamp == self.stamp:
             self.found = {record["of"]: record for record in records if "of" in record and record.get("problem") != ""}
         lines = [self.stamp, *self.found.values()]
-        unfinished = self.path.with_name(self.path.name + ".new")  # a full disk shall not take what was found
+        unfinished = self.path.with_name(self.path.name + ".new")  # a full disk must not lose results
         unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         unfinished.replace(self.path)
 
@@ -80,12 +80,12 @@ class Log:
                 file.write(json.dumps(record) + "\n")
 
     def decided(self, item: TuningTask) -> bool:
-        """Whether nothing is left to be tried."""
+        """Whether every candidate of `item` has been tried."""
         return not self.found.get(item.describe(), {"unchecked": 1})["unchecked"]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a log. A line that was cut, or is damaged, is an empty one: what it was of is tried again."""
+    """The records of a log. A damaged or incomplete line gives an empty record, and its candidate is tried again."""
     found = []
     for line in path.read_bytes().splitlines() or [b""]:
         try:
@@ -99,7 +99,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def time_candidates(
     cases: Sequence[Case], rows: int, configs: Sequence[Any], device: torch.device
 ) -> list[list[float] | str]:
-    """Microseconds of each content for each configuration, all interleaved; the reason, for one that failed."""
+    """Microseconds of each content for each configuration, interleaved; for a failed configuration the reason."""
     found: list[list[float] | str] = [[] for _ in configs]
     for case in cases:
         contenders = []
@@ -128,12 +128,12 @@ class Tuner:
 
     Attributes:
         check: yields (index, problem or "") for every distinct compilation.
-        step: is told (what, how many are done, of how many).
-        keep: is given entries and the keys that were decided, every `KEEP_S` and at the end, however the run ends.
+        step: called with (what is done, number done, number in all).
+        keep: called with entries and decided keys, every `KEEP_S` and at the end, however the run ends.
         deadline: on `time.monotonic`'s clock.
         thorough: time all candidates, not the shortlist.
-        only: names of compilations, outside which nothing is tried but the heuristic's choice and the table's entry;
-            None for any.
+        only: names of the compilations that may be tried, besides the heuristic's choice and the table's entry; None
+            for any.
     """
 
     device: torch.device
@@ -147,7 +147,7 @@ class Tuner:
     only: Collection[str] | None = None
 
     def run(self, *waves: Sequence[TuningTask]) -> list[Entry]:
-        """The table's entries for the tasks that there was time for, wave after wave."""
+        """Tunes wave after wave until the deadline; returns the table's entries for the decided tasks."""
         self.log.open()
         items = [item for wave in waves for item in wave]
         proposals = {q.describe(): self.proposed(q) for q in items}
@@ -160,7 +160,7 @@ class Tuner:
         return self.entries(items)
 
     def proposed(self, item: TuningTask) -> list[Candidate]:
-        """What is tried: the heuristic's choice first; the table's entry is always among them."""
+        """The candidates to try: the heuristic's choice first; the table's entry is always among them."""
         target = Target.of(self.device)
         every = self._allowed(item, candidates(item, self.dtype, target))
         promising = every if self.thorough else self._allowed(item, shortlist(item, every, self.dtype, target))
@@ -168,18 +168,18 @@ class Tuner:
         return promising if now is None else list(dict.fromkeys([*promising, now]))
 
     def _allowed(self, item: TuningTask, proposed: list[Candidate]) -> list[Candidate]:
-        """The heuristic's choice, which is the first, and those of the others that may be tried."""
+        """The heuristic's choice, which is the first, and the other candidates that `only` allows."""
         own, *others = proposed
         return [own, *(c for c in others if self.only is None or kernel_of(item, c.config) in self.only)]
 
     def in_use(self, item: TuningTask) -> Candidate | None:
-        """The entry of the table in use."""
+        """The candidate of the table in use; None without an entry."""
         target = Target.of(self.device)
         found = tuning_table.table_for(target).find(item.task.key, target, self.dtype)
         return None if found is None else Candidate.of(found)
 
     def entries(self, items: Sequence[TuningTask]) -> list[Entry]:
-        """Decided tasks whose best configuration is not the heuristic's."""
+        """The entries of decided tasks whose best configuration is not the heuristic's."""
         records = [self.log.found.get(q.describe(), {}) for q in items]
         return [record["entry"] for record in records if record.get("entry")]
 
@@ -187,8 +187,8 @@ class Tuner:
         self.keep(self.entries(items), [q.task.key for q in items if q.describe() in self.log.found])
 
     def _check_all(self, items: Sequence[TuningTask], proposals: dict[str, list[Candidate]]) -> None:
-        """Compiles and checks candidates. Code depends on the operation and the configuration, not on rows: each pair
-        once. A share of the time is kept for timing what was checked by then."""
+        """Compiles and checks candidates, each distinct compilation once: code depends on the operation and the
+        configuration, not on rows. A share of the time is left for timing the checked ones."""
         if time.monotonic() > self.deadline:
             return
         todo: dict[str, tuple[TuningTask, Candidate]] = {}
@@ -247,9 +247,9 @@ class Tuner:
         cases: Sequence[Case],
         again: Callable[[], Sequence[Case]],
     ) -> tuple[Candidate, list[float]] | None:
-        """The fastest that is right. Another than the `chosen`, the heuristic's and the table's, must be faster by
-        `MARGIN`, and at a full budget not slower than the first measured by as much: a mean over few contents may hide
-        what one of them loses, or a slow spell."""
+        """The fastest candidate with right outputs. Any other than the `chosen` (the heuristic's and the table's) must
+        be faster by `MARGIN`. At a full budget none may be slower by `MARGIN` than the first measured: a mean over few
+        contents may hide the loss of one of them, or a slow spell."""
 
         def rank(pair: tuple[Candidate, list[float]]) -> float:
             full, *_ = ratios = [a / b for a, b in zip(pair[1], measured[0][1], strict=True)]
@@ -268,7 +268,7 @@ def _entry(
     measured: list[tuple[Candidate, list[float]]],
     own: Candidate,
 ) -> Entry | None:
-    """The table's entry; None where the heuristic says the same, or nothing is right."""
+    """The table's entry; None if the heuristic's choice has won, or if no candidate is right."""
     if won is None or won[0] == own:
         return None
     entry = tuning_table.entry_of(item.task.key, won[0].config, us=round(won[1][0], 2))

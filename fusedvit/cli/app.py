@@ -1,5 +1,5 @@
-"""The `fusedvit` command: what each subcommand takes. Its work is in the file of its name, imported when it runs, so
-that `--help` waits for neither torch nor transformers."""
+"""The `fusedvit` command: the options of each subcommand. The file of a subcommand's name does its work and is imported
+when the subcommand runs, so that `--help` waits for neither torch nor transformers."""
 
 import contextlib
 import sys
@@ -37,7 +37,7 @@ app.add_typer(bench_app, name="bench")
 
 
 def _output(given: str | Path) -> Path:
-    """Path("") is the current folder, which nobody meant who left a variable of a shell empty."""
+    """The path of an output. An empty one, such as from an empty shell variable, would mean the current folder."""
     if not str(given):
         raise typer.BadParameter("a path to write to expected, got ''")
     return Path(given)
@@ -76,8 +76,8 @@ Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when
 
 
 def run(command: str, json: str | None, **arguments: Any) -> None:
-    """Runs `fusedvit.cli.<command>`, writes its document and exits with its code; 2 and a line for unusable input, or
-    where the machine fails. `ending` has what goes for every command."""
+    """Runs `fusedvit.cli.<command>`, writes its document and exits with its code. Unusable input and failures of the
+    machine exit with 2 and one line. `ending` has the exit codes that all commands share."""
     alone = json == STDOUT
     try:
         if json and not alone:
@@ -91,13 +91,13 @@ def run(command: str, json: str | None, **arguments: Any) -> None:
     except Exception as error:
         said = _why_unusable(error, command)
         if said is None:
-            raise  # `ending` has its code
+            raise  # `ending` turns it into an exit code
         _refuse(said)
     raise typer.Exit(PASSED if outcome.passed else FAILED)
 
 
 def _why_unusable(error: Exception, command: str) -> str | None:
-    """In a line, what of the input or the machine has ended a command; None for an error that nobody foresaw."""
+    """One line that says how the input or the machine failed a command; None for an unforeseen error."""
     if isinstance(error, InputError | UnsupportedModel):
         return unnamed(error)
     if isinstance(error, OSError):
@@ -279,7 +279,7 @@ def bench(
 
 
 def _refuse_options_before(context: typer.Context, subcommand: str) -> None:
-    """Options of `bench` itself, which a subcommand of it would not hear of; those of the environment are no one's."""
+    """Refuses options given before a subcommand of `bench`, which would never get them; the environment's are fine."""
     given = [
         name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]

@@ -49,7 +49,7 @@ class Asked:
         return tuple(self.tower or (MOST_USED[:1] if one else MOST_USED))
 
     def passport(self) -> dict[str, Any]:
-        """Where a result comes from, and how to measure it again."""
+        """The origin of a result, and the command that measures it again."""
         given: dict[str, Any] = {"--tower": self.tower, "--workload": self.workload, "--sweep": self.sweep}
         given |= {"--no-sweep": self.sweep is False, "--short": self.short, "--compile": self.compile_on}
         given |= {"--fa3": self.fa3, "--seconds": self.seconds, "--rows": self.rows, "--without": self.without}
@@ -61,7 +61,7 @@ class Asked:
 
 
 def run(**options: Any) -> Outcome:
-    """Measures and prints; not passed where an answer is wrong."""
+    """Measures and prints; does not pass if an output is wrong."""
     asked = Asked(**options)
     _leave_out(asked.without or [])
     if asked.pixels:
@@ -72,7 +72,7 @@ def run(**options: Any) -> Outcome:
 
 
 def _leave_out(names: list[str]) -> None:
-    """As if these backends did not compile here."""
+    """Treats these backends as if they did not compile here."""
     others = {f"{backend.op}/{backend.name}" for backend in backends.BACKENDS if backend.name != "triton"}
     refuse_unknown(names, others, "--without")
     for backend in names:
@@ -132,7 +132,7 @@ def _options(asked: Asked, device: torch.device) -> Options:
 
 
 def _measure(options: Options, asked: Asked, device: torch.device, head: dict[str, Any]) -> dict[str, Any]:
-    """The document, kept in its file as far as it is after every workload."""
+    """The document; its file is rewritten after every workload."""
     keep = functools.partial(_keep, head, asked.json)
     with progress() as step:
         document = head | measure(options, device, step, keep)

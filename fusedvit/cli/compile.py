@@ -1,4 +1,4 @@
-"""`fusedvit compile`: every kernel that a tower launches on a GPU, compiled where there is none, into a folder."""
+"""`fusedvit compile`: compiles every kernel that a tower launches into a folder, on a machine without a GPU."""
 
 import itertools
 import json as json_text
@@ -29,7 +29,7 @@ from fusedvit.runtime.tower_launches import tower_launches
 def run(
     model: list[str], gpu: str, out: Path, dtype: str = "bf16", jobs: int | None = None, json: Any = None
 ) -> Outcome:
-    """Compiles, says what failed, and leaves a manifest; without one the folder is not used at run time."""
+    """Compiles, prints failures, and writes a manifest if there were none; a folder without one is not used."""
     begin = time.monotonic()
     try:
         target = target_named(gpu)
@@ -57,7 +57,7 @@ def run(
 
 
 def _tower_of(model: str) -> tuple[Family, VisionSpec]:
-    """Of a name that the other commands know, else of a checkpoint."""
+    """Family and spec of a tower that the other commands know by name, else of a checkpoint."""
     if model in known():
         return family_and_spec(GEOMETRIES[model])
     family, config = tower_config(model)
@@ -77,7 +77,7 @@ def _make(out: Path) -> None:
 
 
 def _refuse_another_gpu(out: Path, target: Target) -> None:
-    """A folder has one manifest: kernels of another chip in it would be no more used."""
+    """Refuses a folder with another GPU's kernels: it has one manifest, and a new one would make those unused."""
     try:
         found = json_text.loads((out / compiled_kernels.MANIFEST).read_text(encoding="utf-8"))["gpu"]
         same = (found["capability"], found["sms"]) == (target.capability, target.num_sms)

@@ -1,4 +1,4 @@
-"""What every command shares: errors that end in exit code 2, progress on stderr, and JSON documents."""
+"""Helpers of every command: errors that end in exit code 2, progress on stderr, and JSON documents."""
 
 import contextlib
 import errno
@@ -35,26 +35,26 @@ CountedStep = Callable[[str, int, int], None]
 SECONDS_BETWEEN_LINES = 1.0
 SECONDS_OF_SILENCE = 3.0
 STDOUT = "-"  # as `--json -`
-# Of a file that is mounted by itself, or in a folder that takes no other: it may be written all the same.
+# Errors of replacing a file that is a mount of its own, or whose folder takes no new file: it may still be writable.
 _NOT_REPLACED = frozenset((errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP))
 PICTURES = (".png", ".svg", ".pdf", ".jpg")  # suffixes that --plot takes
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command found: a document of plain values, and whether all is well (exit code 0, else 1)."""
+    """The result of a command: a document of plain values, and whether it passed (exit code 0, else 1)."""
 
     document: dict[str, Any]
     passed: bool = True
 
 
 def new_console(stderr: bool = False) -> Console:
-    """A console that prints names as they are, `:key:` too; rich would make an emoji of it."""
+    """A console that prints names as they are, even `:key:`, which rich would turn into an emoji."""
     return Console(stderr=stderr, emoji=False)
 
 
 def new_table(title: str, *heads: str, **options: Any) -> Table:
-    """A table whose cells go on in the next line where there is no room: names that are cut off may read alike."""
+    """A table that wraps cells instead of cutting them off: different names may be alike once cut off."""
     table = Table(title=title, title_justify="left", **options)
     for head in heads:
         table.add_column(head, overflow="fold")
@@ -63,7 +63,7 @@ def new_table(title: str, *heads: str, **options: Any) -> Table:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without fusedvit's warnings: what they say is in the handle's report, which is printed."""
+    """Silences fusedvit's warnings: the handle's report, which is printed, says the same."""
     logger = logging.getLogger("fusedvit")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -74,7 +74,7 @@ def quiet() -> Iterator[None]:
 
 
 def refuse_unknown(names: Iterable[str], there: Iterable[str], option: str) -> None:
-    """Raises InputError where one of `names`, given as `option`, is not in `there`."""
+    """Raises InputError if one of `names`, given as `option`, is not in `there`."""
     unknown = sorted(set(names) - set(there))
     if unknown:
         raise InputError(f"{option}: no {unknown[0]!r}; there are {', '.join(map(repr, there))}")
@@ -85,7 +85,7 @@ def refuse_unknown(names: Iterable[str], there: Iterable[str], option: str) -> N
 
 @contextmanager
 def progress() -> Iterator[Step]:
-    """Gives `step(text)`, which says what comes next: a spinner, or lines with the time where stderr is no terminal."""
+    """Gives `step(text)`, which shows the next step beside a spinner, or as a line if stderr is no terminal."""
     console = new_console(stderr=True)
     if not console.is_terminal:
         with _lines(console) as step:
@@ -99,7 +99,7 @@ def progress() -> Iterator[Step]:
 
 @contextmanager
 def progress_bar() -> Iterator[CountedStep]:
-    """Gives `step(text, done, total)`, which moves a bar; another total is another bar."""
+    """Gives `step(text, done, total)`, which moves a bar; each total has a bar of its own."""
     console = new_console(stderr=True)
     if not console.is_terminal:
         with _lines(console) as line:
@@ -120,7 +120,7 @@ def progress_bar() -> Iterator[CountedStep]:
 
 
 def _counted(step: Step) -> CountedStep:
-    """Counts and the time left as words, the latter by the pace since the total was first heard."""
+    """Shows counts and the time left as text. The time left assumes the pace since the first step of that total."""
     begun: dict[int, float] = {}
 
     def counted(text: str, done: int, total: int) -> None:
@@ -134,7 +134,7 @@ def _counted(step: Step) -> CountedStep:
 
 @contextmanager
 def _lines(console: Console) -> Iterator[Step]:
-    """A line per step; of steps in quick succession, the first. The last step is repeated while nothing is said."""
+    """A line per step, only the first of steps in quick succession. During silence the last step is repeated."""
     lines = _Lines(console)
     done = threading.Event()
 
@@ -192,11 +192,11 @@ def plain(value: Any) -> Any:
 
 
 def write(document: Any, path: str | Path) -> None:
-    """Write `document` to `path`, making its folder; "-" is standard output. A write that is cut off leaves an older
-    document as it was, unless that may be written and not replaced.
+    """Write `document` to `path`, creating its folder; "-" is standard output. An interrupted write leaves an older
+    document as it was, unless the file can be written but not replaced.
 
     Raises:
-        InputError: nothing can be written there.
+        InputError: `path` cannot be written.
     """
     text = json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
     if str(path) == STDOUT:
@@ -210,15 +210,15 @@ def write(document: Any, path: str | Path) -> None:
 
 
 def refuse_unwritable(path: str | Path, suffixes: tuple[str, ...] = ()) -> None:
-    """Makes the folder of `path`; before the work, so that nothing is lost after it.
+    """Creates the folder of `path` before the work, so that results are not lost after it.
 
     Raises:
-        InputError: no file can be written there, or its suffix is none of `suffixes`, if there are any.
+        InputError: `path` cannot be written, or its suffix is not among `suffixes`, if any are given.
     """
     try:
         path = _target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # also a working folder that is gone
+    except OSError as error:  # also where the working folder is gone
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     if path.is_dir():
         raise InputError(f"{path}: cannot be written (a folder)")
@@ -229,7 +229,7 @@ def refuse_unwritable(path: str | Path, suffixes: tuple[str, ...] = ()) -> None:
 
 
 def _target(path: str | Path) -> Path:
-    """What a link points to, if it is one."""
+    """`path` with links followed, so that a link's target is written and the link stays."""
     return Path(os.path.realpath(path))
 
 
@@ -238,7 +238,7 @@ def _write_file(text: str, path: Path) -> None:
     if path.exists() and not path.is_file():  # a pipe, a terminal
         path.write_text(text, encoding="utf-8")
         return
-    whole = path.with_name(f".{os.getpid()}.new")  # short: a name may be as long as a file system takes
+    whole = path.with_name(f".{os.getpid()}.new")  # short: `path.name` may already have the longest length
     try:
         whole.write_text(text, encoding="utf-8")
         whole.replace(path)
@@ -255,7 +255,7 @@ def _write_file(text: str, path: Path) -> None:
 
 
 def shorten(name: str, room: int) -> str:
-    """`name` in at most `room` characters (4 or more): its two ends, where it does not fit."""
+    """`name` in at most `room` characters (4 or more): only its two ends if it does not fit."""
     tail = (room - 1) // 2
     return name if len(name) <= room else f"{name[: room - 1 - tail]}…{name[-tail:]}"
 

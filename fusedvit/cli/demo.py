@@ -26,15 +26,15 @@ from fusedvit.pixels.media import Media
 from fusedvit.tolerance import summarize
 
 MANY = 100
-FREE_BYTES = 16 * 2**30  # of device memory, where there is no GPU to ask
-DEADLINE_SECONDS = 60.0  # after which kernel checks that are still at work are cut off
+FREE_BYTES = 16 * 2**30  # of device memory, assumed where there is no GPU
+DEADLINE_SECONDS = 60.0  # after which running kernel checks are killed
 
 
 def run(
     media: Sequence[str | Path] | None, model: str | None = None, plot: Path = Path("demo.png"), json: Any = None
 ) -> Outcome:
     """Compares both towers, prints the tables and draws the picture."""
-    import_module("matplotlib")  # where it is missing that is said before the work
+    import_module("matplotlib")  # if it is missing, fail before the work
     with quiet(), progress() as step:
         files = load_all(media or [])
         found = collect(files, model, step)
@@ -47,11 +47,11 @@ def run(
 
 
 def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
-    """Compares both towers on `media`: each alone, and all at once. `step` is told what happens next.
+    """Compares both towers on `media`: each item alone, and all at once. `step` is called with the next step's name.
 
     Raises:
-        UnsupportedModel: the checkpoint holds no tower that can be fused.
-        InputError: there is no such checkpoint, or a picture is refused.
+        UnsupportedModel: the checkpoint has no tower that can be fused.
+        InputError: there is no such checkpoint, or a processor refuses a picture.
     """
     start = time.perf_counter()
     device = device_of(None)
@@ -107,7 +107,7 @@ def _compare_call(name: str, item: VisionInput, towers: Towers, step: Step) -> C
     )
 
 
-# ── which CUDA graphs a call takes: the plan alone, which needs no GPU ────────────────────────────────────────────────
+# ── the CUDA graphs that a call takes: only the plan, which needs no GPU ──────────────────────────────────────────────
 
 
 def _grids(calls: Sequence[CallResult]) -> dict[str, list[list[int]]]:
@@ -119,7 +119,7 @@ def packed_calls(handle: Any, grids: Mapping[str, Sequence[Sequence[int]]], dtyp
     """How calls with these rows (t, h, w) would be packed.
 
     Args:
-        handle: of a fused tower; the limits of its graphs where it has some, else as with 16 GiB free.
+        handle: the handle of a fused tower. The limits are those of its graphs; without graphs, those for 16 GiB free.
     """
     stats = handle.stats().get("graphs")
     if stats is None:
@@ -156,6 +156,6 @@ def _try_bad_inputs(fused: nn.Module, item: VisionInput) -> list[BadInput]:
 def _try_bad_input(what: str, fused: nn.Module, item: VisionInput) -> BadInput:
     try:
         outputs_for(fused, item)
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:  # what is not the first two counts against us
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:  # the last two count as not refused
         return BadInput(what, type(error).__name__, str(error).strip().split("\n")[0][:300])
     return BadInput(what, "", "accepted")

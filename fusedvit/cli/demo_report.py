@@ -1,4 +1,4 @@
-"""What the demo found out: as records, as tables for a terminal, and as one picture."""
+"""The demo's results: as records, as tables for a terminal, and as one picture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,8 +38,9 @@ WHAT_A_GPU_ADDS = (
 
 @dataclass(frozen=True)
 class CallResult:
-    """One call of both towers. On a GPU its costs per side ("original", "fused"). Times and memory of a CPU say nothing
-    about one: there it is the original's operators alone, counted in a dispatch mode, in which no tower runs fused."""
+    """One call of both towers. On a GPU it has the costs per side ("original", "fused"). Times and memory of a CPU say
+    nothing about a GPU: there it only has the number of the original's operators. These are counted in a dispatch mode,
+    in which no tower runs fused."""
 
     name: str
     grid_thw: list[list[int]]
@@ -54,7 +55,7 @@ class CallResult:
 
 @dataclass(frozen=True)
 class BadInput:
-    """An input that must be refused, and the error that came back (empty: it was accepted)."""
+    """An input that must be refused, and the error that it raised ("" if it was accepted)."""
 
     what: str
     error: str
@@ -67,7 +68,7 @@ class BadInput:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """What replays together: merged tokens of `pieces` images, videos or parts of videos, in the graph of `budget`."""
+    """One replay: `tokens` merged tokens of `pieces` images, videos or parts of videos, in the graph of `budget`."""
 
     budget: int
     tokens: int
@@ -76,7 +77,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackedCall:
-    """The batches of one call, and why each item that no graph holds runs eagerly."""
+    """The batches of one call, and the reason for each item that runs eagerly because no graph holds it."""
 
     name: str
     items: int
@@ -92,7 +93,7 @@ class PackedCall:
 
 @dataclass(frozen=True)
 class Demo:
-    """Everything that the demo found out."""
+    """All results of the demo."""
 
     environment: dict[str, Any]
     tower: str
@@ -104,9 +105,9 @@ class Demo:
     bad_inputs: list[BadInput]
     report: str
     stats: dict[str, Any]
-    fused_kernels: dict[str, int] | None  # by operation: what one fused call launches on a GPU; told on a CPU
+    fused_kernels: dict[str, int] | None  # launches of a fused call on a GPU, by operation; None there
     kernels: list[KernelCheck]
-    packing: list[PackedCall]  # by the calls' grids, and MANY times all of them in one call
+    packing: list[PackedCall]  # of each call's grids, and of MANY times the last one's in one call
     seconds: float
 
     @property
@@ -115,7 +116,7 @@ class Demo:
 
     @property
     def compared(self) -> bool:
-        """Whether any call ran fused; else the original was compared with itself."""
+        """Whether any call ran fused; otherwise the original was compared with itself."""
         return self.stats["fused"] > 0
 
     @property
@@ -294,7 +295,7 @@ def draw(demo: Demo, media: Sequence[Media], path: Path) -> None:
 
     style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
     tiles = _tiles(demo, media)
-    # the row of pictures is as high as it comes out when they share the width
+    # the pictures share the figure's width, which determines the height of their row
     heights = [min(11 / sum(tile.aspect for tile in tiles), 4.0), 2.7]
     total = sum(heights) + 2.4
     with plt.rc_context(style):
@@ -345,7 +346,7 @@ def _draw_tiles(figure: Any, row: Any, tiles: Sequence[_Tile]) -> None:
 
 
 def _tiles(demo: Demo, media: Sequence[Media]) -> list[_Tile]:
-    """Up to MAX_TILES pictures; a video shows several of its frames, as many as there is room for."""
+    """Up to MAX_TILES pictures; a video shows up to three of its frames if there is room."""
     shown = media[:MAX_TILES]
     calls = {call.name: call for call in demo.calls}
     room = MAX_TILES - len(shown)
@@ -371,7 +372,7 @@ def _draw_latency(axes: Any, calls: Sequence[CallResult]) -> None:
 
 
 def _draw_counts(axes: Any, demo: Demo) -> None:
-    """Kernels as profiled; on a CPU the original's operators, and what the fused tower would launch on a GPU."""
+    """Profiled kernels; on a CPU the original's operators and the kernels that the fused tower launches on a GPU."""
     if demo.fused_kernels:
         before: list[Any] = [call.operators for call in demo.calls]
         after = [sum(demo.fused_kernels.values())] * len(demo.calls)

@@ -23,7 +23,7 @@ from fusedvit.corpus.loading import OUTPUTS
 from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError
 
-SHOWN = 5  # inputs that are errors
+SHOWN = 5  # failed inputs
 
 
 def run(
@@ -36,9 +36,9 @@ def run(
     device: str | None = None,
     json: Any = None,
 ) -> Outcome:
-    """Embeds a corpus; passes if every input has an embedding, whichever run has committed it.
+    """Embeds a corpus; passes if every input has an embedding, from this run or another.
 
-    The last of `given` is the folder of the output.
+    The last of `given` is the output folder.
     """
     _check_packages()
     *inputs, out = given
@@ -69,7 +69,7 @@ def run(
 
 
 def _show_failed(failed: Sequence[Failed], errors: int) -> None:
-    """The first inputs that are errors, a line each, on standard error."""
+    """Prints the first failed inputs, one per line, to standard error."""
     console = new_console(stderr=True)
     lines = [_named_once(each.id, each.error) for each in failed[:SHOWN]]
     if errors > len(lines):
@@ -79,7 +79,7 @@ def _show_failed(failed: Sequence[Failed], errors: int) -> None:
 
 
 def _named_once(name: str, error: str) -> str:
-    """An input's name and its error, which may begin with the path of the file."""
+    """An input's name and its error, without the file's path if the error begins with it."""
     before, found, rest = error.partition(f"{Path(name).name}: ")
     is_path = found and (not before or before.endswith(os.sep))
     return f"{name}: {rest if is_path else error}"
@@ -87,7 +87,7 @@ def _named_once(name: str, error: str) -> str:
 
 @contextlib.contextmanager
 def _said_at_the_end(left_out: Counter[str]) -> Iterator[None]:
-    """Says which files of folders were no inputs, however the job ends."""
+    """Prints the counts of the folders' files that were no inputs, however the job ends."""
     try:
         yield
     finally:
@@ -96,7 +96,7 @@ def _said_at_the_end(left_out: Counter[str]) -> Iterator[None]:
 
 
 def _gpus(named: str | None, device: str | None) -> list[int]:
-    """GPUs that get a process each; none: this process does it."""
+    """GPUs that get one process each; if none, this process embeds."""
     if named is None:
         return []
     if device is not None:
@@ -111,7 +111,7 @@ def _gpus(named: str | None, device: str | None) -> list[int]:
 
 
 def _summary(ran: Ran, wall: float) -> dict[str, Any]:
-    """What the whole job has by now; `others` is the part of it that this run has not committed."""
+    """Counts of the whole job so far; `others` is the part that other runs have committed."""
     return {
         "shards": len(ran.shards) + ran.others["shards"],
         "inputs": sum(s.inputs for s in ran.shards) + ran.others["inputs"],
@@ -123,7 +123,7 @@ def _summary(ran: Ran, wall: float) -> dict[str, Any]:
 
 
 def _rates(found: Sequence[ShardDone], workers: int) -> dict[str, float]:
-    """Of what this run has committed: rates since the workers were ready, shares of their time together."""
+    """Rates of this run since its workers were ready, and shares of the workers' total time."""
     inputs, patches = sum(s.inputs for s in found), sum(s.patches for s in found)
     seconds = max((s.seconds for s in found), default=0.0)  # since the workers were ready
     return {

@@ -1,12 +1,12 @@
-"""How every command ends, `--help` and `--version` too: one rule for its exit code, whatever standard output, standard
+"""How every command ends, also `--help` and `--version`: one rule for the exit code, whatever standard output, standard
 error and signals do. Nothing here needs the packages of the extra "cli".
 
     130   Ctrl-C
-    141   nobody reads standard output, as of what SIGPIPE ends
+    141   nobody reads standard output; the code of a process that SIGPIPE ends
     143   SIGTERM, after the same clean-up as Ctrl-C
     2     standard output is closed or cannot be written, with a line on standard error
-    3     an error that the command did not foresee, with its traceback: never 1, by which commands say what they found
-    else  what the command ends with; standard error never changes it
+    3     an unforeseen error, with its traceback; never 1, which commands use for their own findings
+    else  the command's own code; standard error never changes it
 """
 
 import errno
@@ -25,11 +25,11 @@ _STDOUT, _STDERR = 1, 2  # descriptors
 
 
 class Unwritable(Exception):
-    """Standard output takes no more. No OSError: those are of files, and rich and click have rules of their own."""
+    """Standard output takes no more. It is no OSError, since commands, rich and click handle those on their own."""
 
 
 class _Descriptor(io.FileIO):
-    """A standard stream. From its first error on, which it keeps, what is written is dropped."""
+    """A standard stream. It keeps its first error, and drops everything written after that."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -41,7 +41,7 @@ class _Descriptor(io.FileIO):
         except OSError as error:
             self.error = error
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.fileno())  # for what is left in buffers, and for child processes
+        os.dup2(null, self.fileno())  # for the rest in buffers, and for child processes
         os.close(null)
         if self.fileno() == _STDOUT:
             raise Unwritable
@@ -49,7 +49,7 @@ class _Descriptor(io.FileIO):
 
 
 def ended(command: Callable[[], None]) -> int:
-    """Runs a command, which may end in SystemExit, and returns the exit code of the process."""
+    """Runs a command, which may end in SystemExit, and returns the process's exit code."""
     closed = sys.stdout is None
     _fill_closed_descriptors()
     _replaced(sys.stderr, _STDERR)
@@ -60,7 +60,7 @@ def ended(command: Callable[[], None]) -> int:
     terminated = _interrupted_by_sigterm()
     code = _code_of(command)
     signal.signal(signal.SIGTERM, before)  # nothing is left to clean up
-    exec("")  # CPython dies of SIGINT at its exit if the last text that it ran was interrupted, as while it imports
+    exec("")  # CPython dies of SIGINT at exit if the last code text it ran was interrupted, as in an import
     if terminated:
         return TERMINATED
     if code == INTERRUPTED or output is None or output.error is None:
@@ -77,19 +77,19 @@ def _code_of(command: Callable[[], None]) -> int:
             command()
         except SystemExit as error:
             code = _code_in(error)
-        sys.stdout.flush()  # at the exit of Python an error would change the code
+        sys.stdout.flush()  # an error at Python's exit would change the code
     except Unwritable:
         return UNUSABLE
-    except KeyboardInterrupt:  # while modules are imported; later typer makes it an exit
+    except KeyboardInterrupt:  # while modules are imported; later typer turns it into an exit
         return INTERRUPTED
     except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)  # typer's by now
+        sys.excepthook(type(error), error, error.__traceback__)  # typer has set its own by now
         return UNFORESEEN
     return code
 
 
 def _code_in(error: SystemExit) -> int:
-    """A library may exit with a text, which Python prints and makes 1 of."""
+    """The exit code of a SystemExit. Where a library exits with a text, Python would print it and exit with 1."""
     if isinstance(error.code, int | None):
         return error.code or PASSED
     print(error.code, file=sys.stderr)
@@ -97,7 +97,7 @@ def _code_in(error: SystemExit) -> int:
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """What to do where a package of the extra "cli" is not installed; None for any other error."""
+    """The advice if a package of the extra "cli" is not installed; None for any other error."""
     if not isinstance(error, ModuleNotFoundError) or (error.name or "").split(".")[0] not in CLI_PACKAGES:
         return None
     return f'The command needs {error.name}: pip install "fusedvit[cli]"'
@@ -109,15 +109,16 @@ def _unwritable(why: str) -> int:
 
 
 def _fill_closed_descriptors() -> None:
-    """Else the next file that is opened is standard output or standard error for whoever goes by their numbers."""
+    """Opens closed standard descriptors: else the next opened file would get number 1 or 2 and be taken for a standard
+    stream."""
     while (null := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(null, True)
     os.close(null)
 
 
 def _replaced(stream: Any, number: int) -> _Descriptor | None:
-    """Has a standard stream escape what its encoding lacks (names of files may hold anything) and keep its errors. A
-    stream that stands in for it stays as it is."""
+    """Replaces a standard stream by one that escapes characters its encoding lacks (file names may hold any) and keeps
+    its errors. A stream that has already replaced the standard one stays."""
     name = {_STDOUT: "stdout", _STDERR: "stderr"}[number]
     if stream is not getattr(sys, f"__{name}__"):
         return None
@@ -130,15 +131,15 @@ def _replaced(stream: Any, number: int) -> _Descriptor | None:
 
 
 def _interrupted_by_sigterm() -> list[int]:
-    """SIGTERM interrupts as Ctrl-C does, which reaches child processes too; it is then in the list. Forked processes
-    end by it at once, as before."""
+    """Makes SIGTERM interrupt as Ctrl-C does, child processes included, and appends it to the returned list. Forked
+    processes still end at once by it."""
     received: list[int] = []
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # whoever started the process has it ignored
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the starting process had it ignored
         return received
 
     def interrupt(number: int, frame: Any) -> None:
         received.append(number)
-        for child in multiprocessing.active_children():  # else their pool waits for all that they have to do
+        for child in multiprocessing.active_children():  # else their pool waits for all their work
             child.terminate()
         raise KeyboardInterrupt
 
@@ -148,7 +149,7 @@ def _interrupted_by_sigterm() -> list[int]:
 
 
 def _hold_sigterm() -> None:
-    """During a fork: a child that still has its parent's handler would lose the signal."""
+    """Blocks SIGTERM during a fork: a child that still has its parent's handler would lose the signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 

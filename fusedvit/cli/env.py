@@ -32,12 +32,12 @@ PACKAGES = (
     "kernels",
 )
 NEEDED = ("torch", "triton", "transformers")
-_MODULES = {"pillow": "PIL"}  # of packages whose module has another name
+_MODULES = {"pillow": "PIL"}  # packages whose module has another name
 LEAST_CAPABILITY = 80
 
 
 def run(json: Any = None) -> Outcome:
-    """Prints what `collect` finds, the verdict last."""
+    """Prints the findings of `collect`, the verdict last."""
     found = collect()
     found["broken"] = broken(name for name, version in found["packages"].items() if version is not None)
     found["verdict"] = verdict(found)
@@ -46,12 +46,12 @@ def run(json: Any = None) -> Outcome:
 
 
 def broken(names: Iterable[str]) -> dict[str, str]:
-    """Installed packages that do not import, as torchvision does not with another torch than its own: why."""
+    """Installed packages that do not import, such as torchvision with another torch than its own, and why."""
     found = {}
     for name in names:
         try:
             import_module(_MODULES.get(name, name))
-        except Exception as error:  # whatever it raises while its modules run
+        except Exception as error:  # a package's modules may raise anything
             found[name] = first_line(error)
     return found
 
@@ -82,8 +82,8 @@ def supported_versions() -> dict[str, str]:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """In a line: "broken: …", "ready: …", "works, but …" or "no speed-up here, because …". `found` is as from
-    `collect`, with `broken` where that was asked."""
+    """One line: "broken: …", "ready: …", "works, but …" or "no speed-up here, because …". `found` is the result of
+    `collect`, with `broken` added if imports were tried."""
     if found.get("broken"):
         return f"broken: {'; '.join(f'{name} does not import ({why})' for name, why in found['broken'].items())}"
     obstacles, doubts = list(_obstacles(found)), list(_doubts(found))

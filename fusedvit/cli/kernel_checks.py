@@ -1,10 +1,11 @@
-"""What can be shown of the Triton kernels without a GPU: how many a call launches, that they compute the same in
-Triton's interpreter, and that they compile for a GPU.
+"""Checks of the Triton kernels without a GPU: how many a call launches, whether they compute the same in Triton's
+interpreter, and whether they compile for a GPU.
 
-The last two run in processes of their own, side by side: Triton decides between interpreter and compiler when kernels
-are imported. The processes are killed at a deadline, and they die with this one.
+The last two run in parallel in processes of their own: Triton decides between interpreter and compiler when kernels are
+imported. The processes are killed at a deadline, and they die with this one.
 
-`python -m fusedvit.cli.kernel_checks interpret`, or `compile PART PARTS`, is such a process: a JSON document a line.
+`python -m fusedvit.cli.kernel_checks interpret` or `compile PART PARTS` is such a process; it prints one JSON document
+per line.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ ITEMS = (Item(1, 4, 6), Item(2, 2, 4))  # an image and a video of two frames
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One check in words, with the values behind it. outcome: OK, FAILED, or NOT_RUN (there was no time)."""
+    """One check in words, with its values. outcome: OK, FAILED, or NOT_RUN (there was no time)."""
 
     what: str
     outcome: str
@@ -60,7 +61,7 @@ class KernelCheck:
 
     @property
     def passed(self) -> bool:
-        """Nothing is wrong, as far as was found out."""
+        """Whether nothing was found wrong; a check that was not run passes."""
         return self.outcome != FAILED
 
 
@@ -69,7 +70,8 @@ class KernelCheck:
 
 @contextlib.contextmanager
 def started() -> Iterator[Callable[[Step, float], list[KernelCheck]]]:
-    """Starts both checks; what it gives says what came of them, after so many seconds at most. No process is left."""
+    """Starts both checks; gives a function that returns their results after the given seconds at most. At the end of
+    the context no process is left."""
     with contextlib.ExitStack() as stack:
         interpreter = stack.enter_context(_worker("interpret"))
         compilers = [stack.enter_context(_worker("compile", str(i), str(COMPILERS))) for i in range(COMPILERS)]
@@ -100,7 +102,7 @@ def interpreted_check(worker: "_Worker") -> KernelCheck:
 
 
 def compiled_check(workers: "Sequence[_Worker]") -> KernelCheck:
-    """What the processes compiled; those that are still at work had no time for the rest."""
+    """The result of the compiling processes; kernels of a process still at work count as not run."""
     results = [document for worker in workers for document in worker.documents()]
     problems = sorted({problem for result in results for problem in result["problems"]})
     dead = [worker.complaint() for worker in workers if not worker.running and worker.process.returncode]
@@ -131,7 +133,7 @@ class _Worker:
         return self.process.poll() is None
 
     def documents(self) -> list[Any]:
-        """What it has printed so far; a line that is not yet whole is left."""
+        """The documents printed so far; an incomplete line is left for later."""
         lines = _text(self._output).splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -143,7 +145,7 @@ class _Worker:
         return f"exit code {self.process.returncode}: {last[:200]}"
 
     def kill(self) -> None:
-        """The process and what it has started: ptxas."""
+        """Kills the process and its child, ptxas."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -161,15 +163,15 @@ def _worker(*arguments: str) -> Iterator[_Worker]:
 
 
 def _text(file: Any) -> str:
-    """All of a file that another process writes to, whose position is left where it is."""
+    """The content of a file that another process writes to. The file's position, which both share, stays."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
-# ── in a process of their own ─────────────────────────────────────────────────────────────────────────────────────────
+# ── what runs in the processes ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when `parent`, which started it, ends in whatever way. Linux alone has that."""
+    """Has Linux kill this process when `parent`, which started it, ends in any way; other systems cannot."""
     if sys.platform == "linux":
         end_with_parent()
     if os.getppid() != parent:
@@ -177,13 +179,13 @@ def die_with(parent: int) -> None:
 
 
 def compile_part(part: int, parts: int) -> Iterator[dict[str, Any]]:
-    """Compiles every `parts`-th kernel from `part` on; a record each, as they are done."""
+    """Compiles every `parts`-th kernel from `part` on, and yields a record of each."""
     for launch, arch in jobs_of(COMPILED)[part::parts]:
         yield plain(compile_or_fail(launch, arch))
 
 
 def interpreted_block() -> dict[str, Comparison]:
-    """Every output of the interpreted kernels in fp32 against Hugging Face's module, in fp32 and in fp64."""
+    """Compares every output of the interpreted kernels in fp32 with Hugging Face's module in fp32 and in fp64."""
     tower, (family, spec) = build_one(ONE_BLOCK, torch.float32, torch.device("cpu")), family_and_spec(ONE_BLOCK)
     tokens = sum(item.tokens for item in ITEMS)
     pixels = torch.rand(tokens, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -205,7 +207,7 @@ def _named(pooled: torch.Tensor, hidden: torch.Tensor, deepstack: Any) -> dict[s
     return {"pooler_output": pooled, "last_hidden_state": hidden, **features}
 
 
-# ── the encoder on an op table of one's choice ────────────────────────────────────────────────────────────────────────
+# ── the encoder on a given table of operations ────────────────────────────────────────────────────────────────────────
 
 
 def encode_once(
@@ -226,7 +228,7 @@ def encode_once(
 
 
 def kernel_calls(handle: Any) -> dict[str, int]:
-    """By operation, what one call of a fused tower launches on a GPU. Nothing is computed: all tensors are meta."""
+    """Launches of one call of a fused tower on a GPU, by operation. Nothing is computed: all tensors are meta."""
     calls: Counter[str] = Counter(fingerprint=int(handle.config.watch_data))
 
     def noted(name: str) -> Callable[..., Any]:

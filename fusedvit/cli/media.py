@@ -17,19 +17,19 @@ from fusedvit.pixels.media import Media, MediaError, load_one
 from fusedvit.pixels.processors import swap
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-# for processors, which take 1, 3 or 4 rows of an array for channels unless they are told
+# processors would take 1, 3 or 4 rows of an array for channels without the layout
 _AS_DECODED = {"input_data_format": CHANNELS_LAST, "return_tensors": "pt"}
 SAMPLE_IMAGE = ASSETS / "grace_hopper.jpg"
 SAMPLE_VIDEO = ASSETS / "big_buck_bunny.mp4"
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Media]:
-    """The given files, or those that we ship. Raises MediaError, also for sizes that processors refuse."""
+    """The given files, or the shipped ones. Raises MediaError, also for sizes that processors refuse."""
     media: dict[str, Media] = {}
     for path in paths or (SAMPLE_IMAGE, SAMPLE_VIDEO):
         item = load_one(path)
         _check_size(item)  # before a tower is built or read
-        while item.name in media:  # results go by name
+        while item.name in media:  # results are keyed by name
             item = replace(item, name=f"another {item.name}")
         media[item.name] = item
     return list(media.values())
@@ -40,7 +40,7 @@ def load_all(paths: Sequence[str | Path]) -> list[Media]:
 
 @dataclass(frozen=True)
 class PatchLayout:
-    """How a tower wants its pixels: patch geometry, normalisation, and the size (per frame) that it is resized into."""
+    """The input layout of a tower: patch geometry, normalisation, and the bounds of a resized frame's size."""
 
     patch_size: int = 16
     temporal_patch_size: int = 2
@@ -56,7 +56,7 @@ class VisionInput:
     """One item for a tower.
 
     Attributes:
-        pixel_values: `[P, width]` patches in merge-block order: bytes as our processors give them, or floats.
+        pixel_values: `[P, width]` patches in merge-block order: bytes as swapped processors return them, or floats.
         grid_thw: `[1, 3]` int64.
     """
 
@@ -64,23 +64,23 @@ class VisionInput:
     grid_thw: torch.Tensor
 
     def floats(self, dtype: torch.dtype) -> "VisionInput":
-        """What Hugging Face's processor would have given, `[P, C*tp*p*p]` in `dtype`."""
+        """The input as Hugging Face's processor would have returned it, `[P, C*tp*p*p]` in `dtype`."""
         return VisionInput(as_floats(self.pixel_values).to(dtype), self.grid_thw)
 
 
 def prepare(media: Media, layout: PatchLayout) -> VisionInput:
-    """Resizes and cuts into patches through Hugging Face's processors, which give bytes (without torchvision: the image
-    processor's alone).
+    """Resizes and cuts into patches by Hugging Face's processors, swapped to return bytes. Without torchvision the
+    image processor serves videos, too.
 
     Raises:
-        MediaError: the processor refuses it, such as a picture over 200 times as wide as high.
+        MediaError: the processor refuses the size, such as a picture over 200 times as wide as high.
     """
     with _named(media):
         return _prepared(media, layout)
 
 
 def _check_size(media: Media) -> None:
-    """Raises MediaError where the processor refuses the size, which it does by the sides' ratio in any layout."""
+    """Raises MediaError if the processor refuses the size: it judges the sides' ratio, which no layout changes."""
     with _named(media):
         _image_processor(PatchLayout()).get_number_of_image_patches(*media.frames.shape[1:3])
 
@@ -104,10 +104,10 @@ def _prepared(media: Media, layout: PatchLayout) -> VisionInput:
 
 
 def rows_from_frames(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
-    """A video's patches by way of the image processor: its stills are the frames.
+    """A video's patches by the image processor, which gets the frames as stills.
 
-    frames: uint8 [F, H, W, 3] with F a multiple of the layout's temporal_patch_size (tp), which make one grid row in
-    time.
+    frames: uint8 [F, H, W, 3], F a multiple of the layout's temporal_patch_size (tp); tp frames are one step of the
+    grid in time.
     """
     batch = _image_processor(layout)(images=list(frames), **_AS_DECODED)
     _, height, width = batch["image_grid_thw"][0].tolist()
@@ -121,7 +121,7 @@ def rows_from_frames(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
 def _video_processor_rows(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
     from transformers import Qwen3VLVideoProcessor
 
-    # this processor's limits are for the whole clip, ours for a frame
+    # this processor's limits hold for the whole clip, ours for one frame
     size = {"shortest_edge": layout.min_pixels * len(frames), "longest_edge": layout.max_pixels * len(frames)}
     processor = Qwen3VLVideoProcessor(
         size=size, do_sample_frames=False, cap_pixels_per_frame=False, **_processor_arguments(layout)

@@ -1,4 +1,4 @@
-"""A fused tower beside its original and a reference, and every output of a call of them compared."""
+"""Compares every output of a call of a fused tower with its original's and a reference's."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from fusedvit.cli.towers import layout_of, takes_single_frames
 from fusedvit.pixels.media import Media
 from fusedvit.tolerance import Comparison, compare
 
-REFERENCE = torch.float64  # not fp32: no TF32 to keep out, and the fp32 tower can be judged by it as well
+REFERENCE = torch.float64  # not fp32: it has no TF32 to exclude, and can judge an fp32 tower as well
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Towers:
     device: torch.device
 
     def calls(self, item: VisionInput) -> dict[str, Callable[[], Any]]:
-        """The original's pixels are floats, as Hugging Face's processor gives them; the fused tower takes bytes."""
+        """A call of each tower. The original gets floats, as from Hugging Face's processor; the fused tower bytes."""
         floats = item.floats(self.dtype)
         taken = floats if self.handle.spec.padded else item
         return {"original": lambda: outputs_for(self.original, floats), "fused": lambda: outputs_for(self.fused, taken)}
 
 
 def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:
-    """A fused tower, its original and a reference, which are copies."""
+    """A fused tower, and copies of it as its original and as a reference."""
     original = fusedvit.unfuse(copy.deepcopy(handle.tower))
     reference = copy.deepcopy(original)
     cast_parameters_(reference, REFERENCE)
@@ -54,7 +54,7 @@ def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Tower
 
 
 def prepared_for_towers(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
-    """Each medium preprocessed for these towers; several of them once more all at once."""
+    """Each medium preprocessed for these towers; if there are several, also all in one call."""
     spec = towers.handle.spec
     inputs = {item.name: prepare(item, layout_of(spec)) for item in media}
     if takes_single_frames(spec):
@@ -92,7 +92,7 @@ def outputs_for(module: nn.Module, item: VisionInput) -> Any:
 
 
 def _outputs(answer: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a tower's record, by name; a list of deepstack features gives one each."""
+    """The tensors of a tower's record, by name; each tensor of a list of deepstack features has its own name."""
     found: dict[str, torch.Tensor] = {}
     for name in ("pooler_output", "last_hidden_state", "deepstack_features"):
         value = getattr(answer, name, None)

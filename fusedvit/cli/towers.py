@@ -1,4 +1,4 @@
-"""A tower with random weights, and what the commands need to know of any tower: its pixels' layout, its size."""
+"""A tower with random weights, and facts that the commands need about any tower: its pixels' layout, its size."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +14,13 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.arguments import usable_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SMALL = GEOMETRIES["tiny"].but(depth=4, deepstack_visual_indexes=[1, 2])  # heads of 72 as the 8B's
+SMALL = GEOMETRIES["tiny"].but(depth=4, deepstack_visual_indexes=[1, 2])  # heads of 72, like the 8B's
 TINY = SMALL.numbers
 
 
 @dataclass(frozen=True)
 class Tower:
-    """A model to fuse: a tower, or what holds one. `dtype` is that of its parameters."""
+    """A model to fuse: a tower, or a model that holds one. `dtype` is that of its parameters."""
 
     name: str
     model: nn.Module
@@ -36,10 +36,10 @@ def random_tower(device: torch.device) -> Tower:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name; the GPU if there is one, else the CPU, without a name.
+    """The device called `name`; for None the GPU if there is one, else the CPU.
 
     Raises:
-        InputError: no such device, or none that is here.
+        InputError: there is no such device here.
     """
     if name is None:
         return device_or_default(None)
@@ -50,7 +50,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
-    """bf16, fp16 or fp32 by name; without one bf16 on a GPU and fp32 on a CPU. Raises InputError for other names."""
+    """bf16, fp16 or fp32 by name; for None bf16 on a GPU and fp32 on a CPU. Raises InputError for other names."""
     if name is None:
         return default_dtype(device)
     if name not in DTYPES:
@@ -59,7 +59,7 @@ def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def geometry_of(spec: VisionSpec) -> dict[str, Any]:
-    """The numbers of a tower that say how large it is."""
+    """The numbers that describe a tower's size."""
     names = ("depth", "hidden_size", "num_heads", "intermediate_size", "out_size", "deepstack")
     return {name: getattr(spec, name) for name in names}
 
@@ -74,6 +74,6 @@ def layout_of(spec: VisionSpec) -> PatchLayout:
 
 
 def takes_single_frames(spec: VisionSpec) -> bool:
-    """Whether Hugging Face's tower needs a row of `grid_thw` per frame. GLM-4V's do, with bicubic positions: their
-    models cut videos into frames first."""
+    """Whether Hugging Face's tower needs a row of `grid_thw` per frame. GLM-4V's towers, with bicubic positions, do:
+    their models cut videos into frames first."""
     return spec.position_taps == 16

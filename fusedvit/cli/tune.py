@@ -39,7 +39,7 @@ def run(
     out: Path | None = None,
     json: Any = None,
 ) -> Outcome:
-    """Tunes, or says what would be tried; the document holds the passport, the table's entries and the log."""
+    """Tunes, or prints what would be tried; the document holds the passport, the table's entries and the log."""
     deadline = time.monotonic() + 60 * budget_minutes
     names, jobs = _names(tower or list(MOST_USED)), jobs or most_children(urgent=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,10 +74,11 @@ def _prove(
     tuner: tune.Tuner, items: list[TuningTask], names: tuple[str, ...], path: Path, passport: dict[str, Any],
     console: Console,
 ) -> dict[str, Any]:  # fmt: skip
-    """Times whole towers, and writes the entries that make them faster: each in every tower that has its operation.
+    """Times whole towers and writes the entries that make them faster. An entry must do so in every timed tower that
+    has its operation.
 
     Args:
-        names: of the towers that are timed.
+        names: names of the towers to time.
     """
     entries, gains, refused = tuner.entries(items), dict[str, dict[str, list[float]]](), list[str]()
     for name in names:
@@ -93,7 +94,7 @@ def _prove(
 
 
 def _of_tower(name: str, tuner: tune.Tuner, entries: list[Entry]) -> tuple[list[Entry], dict[str, list[float]]]:
-    """Those of a tower's `entries` that make it faster at their budgets, and what they give on the workloads."""
+    """The `entries` that make a tower faster at their budgets, and the speed-ups that they give on the workloads."""
     if not entries:
         return [], {}
     with torch.inference_mode(), progress_bar() as step:
@@ -113,7 +114,7 @@ def _write(
     path: Path, passport: dict[str, Any], tuner: tune.Tuner, items: list[TuningTask], entries: list[Entry],
     console: Console,
 ) -> None:  # fmt: skip
-    """Writes the table of `entries`, over one that is there."""
+    """Writes the table of `entries`; without entries, only over an existing table."""
     if entries or path.exists():
         tuning_table.write(path, passport, entries, [item.task.key for item in items if tuner.log.decided(item)])
     decided = [tuner.log.decided(item) for item in items]
@@ -124,7 +125,7 @@ def _write(
 def _waves(
     names: tuple[str, ...], budgets: list[int] | None, operations: list[str] | None, dtype: torch.dtype
 ) -> list[list[TuningTask]]:
-    """What is to be decided, the most used towers first."""
+    """The tasks to decide, those of the most used towers first."""
     specs, most_used = ([spec_of(GEOMETRIES[name]) for name in of] for of in (names, MOST_USED))
     every = tune_candidates.tuning_tasks(specs, budgets or tune_candidates.BUDGETS, dtype)
     refuse_unknown(operations or [], dict.fromkeys(item.task.name for item in every), "--op")
@@ -133,7 +134,7 @@ def _waves(
 
 
 def _usual(names: tuple[str, ...], dtype: torch.dtype, target: Target) -> set[str]:
-    """What whole towers compile by the heuristics alone, at every budget."""
+    """The kernels that whole towers compile with heuristics alone, at every budget."""
     specs = [spec_of(GEOMETRIES[name]) for name in names]
     every = tune_candidates.tuning_tasks(specs, tune_candidates.BUDGETS, dtype)
     return {tune_candidates.kernel_of(item, heuristic(item.task, dtype, target)) for item in every}
@@ -147,7 +148,7 @@ def _names(asked: list[str]) -> tuple[str, ...]:
 
 
 def _run(tuner: tune.Tuner, waves: list[list[TuningTask]], console: Console) -> None:
-    """Runs the tuner, which writes its table, and shows that."""
+    """Runs the tuner, which writes its table, and prints the entries."""
     with torch.inference_mode(), progress_bar() as step:
         tuner.step = step
         entries = tuner.run(*waves)

@@ -1,4 +1,4 @@
-"""`fusedvit verify`: a user's own checkpoint and media, the fused tower against the original."""
+"""`fusedvit verify`: compares the fused tower of a user's own checkpoint with the original, on the user's media."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -45,7 +45,7 @@ def run(
     show(found, spread, report, console)
     if original:
         console.print(f"[yellow]{original} of {stats['calls']} calls ran the original code: see the report above[/]")
-    if not compared:  # the original agrees with itself, which says nothing
+    if not compared:  # the original only agrees with itself
         console.print("[red]nothing was compared: no call ran fused[/]")
     calls = {name: [asdict(p) for p in parity] for name, parity in found.items()}
     head: dict[str, Any] = {"model": model, "dtype": str(tower.dtype), "device": str(on)}
@@ -54,7 +54,7 @@ def run(
 
 
 def show(found: dict[str, list[OutputParity]], spread: Summary, report: str, console: Console) -> None:
-    """A line per output, then what was fused and the verdict."""
+    """Prints a line per output, then the report and the verdict."""
     title = (
         f"Error ratio fused / original, both against {str(REFERENCE)[6:]}. "
         f"Passes: max up to {FACTOR_MAX:g}, rms up to {FACTOR_RMS:g}."

@@ -3,7 +3,8 @@
     embedder = fusedvit.Embedder("Qwen/Qwen3-VL-2B-Instruct")
     dataset.map(embedder, batched=True)  # Hugging Face datasets; Ray Data: map_batches(fusedvit.Embedder, …)
 
-Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stream`); images of many rows share a call.
+Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stream`); a call encodes images of many
+rows.
 """
 
 import functools
@@ -31,46 +32,47 @@ from fusedvit.pixels.media import Limits, MediaError, Source
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, frames_of, stream
 
-PATCHES = 65536  # of one call of the tower: some 80 images of 448 x 448
-ENCODED = 16  # images of one call of `encode`
-DECODED = 64  # images that may wait for it
+PATCHES = 65536  # per call of the tower: some 80 images of 448 x 448
+ENCODED = 16  # images per call of `encode`
+DECODED = 64  # decoded images that may wait for `encode`
 
 Encode = Callable[[Any, Any, list[Any]], Any]
 
 
 class Embedder:
-    """A callable `(batch: dict) -> dict`, as Ray Data's `map_batches` and `datasets.map(batched=True)` call it; and
-    Daft's batch functions, whose columns are taken as they are: `embedder({"path": series})["embedding"]`. Of an Arrow
-    table it makes an Arrow table.
+    """A callable `(batch: dict) -> dict` for Ray Data's `map_batches` and `datasets.map(batched=True)`. In Daft's batch
+    functions it takes columns directly: `embedder({"path": series})["embedding"]`. It maps Arrow tables to Arrow
+    tables.
 
-    A batch is a dictionary of columns. Of `image`, `bytes`, `path`, `file` and `image_path` the first that is there is
-    read: paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, Pillow images, or uint8 pixels
-    `[H, W, 3]` as `ray.data.read_images` gives them. Added are:
+    A batch is a dictionary of columns. The first column present of `image`, `bytes`, `path`, `file` and `image_path` is
+    read. It holds paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, Pillow images, or
+    uint8 pixels `[H, W, 3]` as `ray.data.read_images` returns them. These columns are added:
 
         embedding   [out] fp32, the mean of an image's tokens; or [tokens, width] with `output="tokens"`
         grid_thw    (frames, rows, columns) in patches; zeros on an error
-        error       "" or what is wrong with this row: its embedding is NaN then (no tokens), and the others go on; also
-                    where the tower's answer is not finite
+        error       "", or what is wrong with this row, non-finite outputs of the tower included. The row's embedding is
+                    then NaN (or has no tokens); other rows are not affected
 
     Args:
-        model: a checkpoint (a folder or a hub name), or a model or tower of Hugging Face's.
-        processor: the image processor, or what holds one; the checkpoint's if left out.
+        model: a checkpoint (a folder or a hub name), or a Hugging Face model or tower.
+        processor: the image processor, or a processor that holds one; by default the checkpoint's.
         output: "mean" or "tokens".
-        deepstack: tokens (or their mean) with the tower's deepstack features after them: width (1 + n) * out.
+        deepstack: appends the tower's deepstack features to tokens (or to their mean): width (1 + n) * out.
         encode: `encode(model, processor, images)` -> `[n, d]` or n tensors `[t, d]`, for models with an embedding of
-            their own (Qwen3-VL-Embedding, ColQwen): it is given the whole model with its tower fused, its processor,
-            and at most 16 Pillow images; all its calls answer with vectors of one width, or all with `[t, d]` of one d.
-            An image alone for which it raises ValueError is a row with an error, unless it does for all of its first
-            call. `output` and `deepstack` are not asked then.
-        device, dtype: of a checkpoint; a GPU and bf16 if there is one, else the CPU and fp32.
-        threads: that decode; as many as there are cores if left out.
-        limits: on bytes, pixels and frames of each file.
-        config: as `fuse` takes it; `FuseConfig(compile="now")` if left out.
+            their own (Qwen3-VL-Embedding, ColQwen). It gets the whole model with its tower fused, the processor, and at
+            most 16 Pillow images. All its calls must return vectors of one width, or all `[t, d]` of one d. An image
+            for which it raises ValueError when called with that image alone becomes a row with an error; if it raises
+            for every image of its first call, the error is raised. `output` and `deepstack` are ignored.
+        device, dtype: the device and dtype in which a checkpoint is loaded: by default a GPU and bf16 if there is one,
+            else the CPU and fp32.
+        threads: how many threads decode; by default one per core.
+        limits: limits on bytes, pixels and frames of each file.
+        config: as for `fuse`; by default `FuseConfig(compile="now")`.
 
     Raises:
-        InputError, UnsupportedModel: a checkpoint that does not load, or has no tower that can be fused; a processor of
-            other patches than the tower's, or one that cannot give bytes.
-        ValueError, TypeError: an option that is none; a model without its processor.
+        InputError, UnsupportedModel: the checkpoint does not load, or has no tower that can be fused; the processor
+            cuts other patches than the tower's, or cannot return bytes.
+        ValueError, TypeError: an invalid option; a model without its processor.
     """
 
     def __init__(
@@ -111,8 +113,8 @@ class Embedder:
         return spec.out_size * (1 + len(spec.deepstack) * self._deepstack)
 
     def counters(self) -> dict[str, float]:
-        """What was done since it was built: patches, the tower's seconds (on a GPU its time there), the seconds in
-        which the tower waited for pixels, and the share of padding in the graphs' replays."""
+        """Counts since the embedder was built: patches, the tower's seconds (on a GPU, GPU time), the seconds in which
+        the tower waited for pixels, and the share of padding in the graphs' replays."""
         graphs = self._handle.stats().get("graphs") or {}
         return {
             "patches": self._patches,
@@ -125,9 +127,9 @@ class Embedder:
         """The batch with the columns `embedding`, `grid_thw` and `error`.
 
         Raises:
-            ValueError: the batch has no column that is read, or two of its name; `encode` answers otherwise than in its
-                first call, or refuses a plain image, which it is given where it has not been called yet.
-            TypeError: no columns; or the column holds one row's value, as calls without batches give it.
+            ValueError: the batch has no column to read, or two of the same name; or `encode` returns another shape than
+                in its first call, or refuses the plain image that it is tried with if no row reached it.
+            TypeError: the batch has no columns; or the column holds one row's value, as in calls without batches.
         """
         names = columns_of(batch)
         column = next((name for name in COLUMNS if name in names), None)
@@ -146,17 +148,17 @@ class Embedder:
         return with_columns(batch, added, several)
 
     def embed(self, sources: Source | Iterable[Source], names: Sequence[str] | None = None) -> Iterator[Embedded]:
-        """What becomes of each source, in their order: the next ones are decoded and computed meanwhile.
+        """The result for each source, in their order; the next sources are decoded and computed meanwhile.
 
         Args:
-            sources: paths, contents of files, or pixels, as `pixels.media.load` takes them, or one of them; endless
-                ones are fine.
-            names: ids of the sources, as many; their numbers if left out.
+            sources: one source or several, as `pixels.media.load` takes them: paths, contents of files, or pixels;
+                endless iterables are fine.
+            names: ids of the sources, one for each; by default their numbers.
 
         Raises:
-            TypeError: sources that are none, a name alone.
+            TypeError: no sources, or `names` is a single string.
             ValueError: fewer or more names than sources.
-            InputError: the machine fails, or what `sources` itself raises; what came before comes out first.
+            InputError: the machine fails. Errors of iterating `sources` are passed on. Earlier results come first.
         """
         if isinstance(names, str):
             raise TypeError("fusedvit: names: a list of as many as there are sources expected, got str")
@@ -175,7 +177,7 @@ class Embedder:
                 done += 1
 
     def _streamed(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
-        """The tower's own rows. A batch is fetched from the GPU when the next has been started."""
+        """The tower's own rows. A batch is fetched from the GPU after the next one has been started."""
         failed: dict[int, Embedded] = {}
 
         def note(error: MediaError) -> None:
@@ -201,13 +203,13 @@ class Embedder:
         raise_met(met)
 
     def _start(self, batch: Batch) -> "_Started":
-        """Runs the tower on `batch`; its rows may be under way on the GPU."""
+        """Runs the tower on `batch`; the GPU may still be computing the rows."""
         begin = _mark(self._device)
         with torch.inference_mode():
             rows = self._handle.concatenated(batch.pixel_values, batch.grid_thw)[:, : self.width]
             counts = batch.grid_thw.prod(1) // self._handle.spec.merge_unit
             if self._output == "mean":
-                # Neither the copy nor a check of the lengths may wait for the GPU: next images are packed meanwhile.
+                # Neither the copy nor a check of `lengths` may wait for the GPU, which packs the next images meanwhile.
                 lengths = counts.to(rows.device, non_blocking=True)
                 rows = torch.segment_reduce(rows.float(), "mean", lengths=lengths, axis=0, unsafe=True)
                 counts = torch.ones_like(counts)
@@ -225,7 +227,7 @@ class Embedder:
         return {index: _embedded(part, flags, grid) for index, part, flags, grid in found}
 
     def _encoded(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
-        """What `encode` makes, of so many images at a time as it is given."""
+        """The rows of `encode`, called with `ENCODED` images at a time."""
         ready: dict[int, Any] = {}
         met: list[Exception] = []
         for index, image in enumerate(until_error(self._images(sources), met)):
@@ -241,7 +243,7 @@ class Embedder:
         raise_met(met)
 
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
-        """Each source as a Pillow image, or what is wrong with it; decoded ahead in threads."""
+        """Each source as a Pillow image, or its error; decoded ahead in threads."""
         pool = ThreadPoolExecutor(self._threads or available_cores(), "fusedvit-decode")
         loads = (functools.partial(image_of, source, self._limits, i) for i, source in enumerate(sources))
         try:
@@ -251,28 +253,28 @@ class Embedder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _encode_all(self, images: dict[int, Any]) -> dict[int, Embedded]:
-        """What `encode` makes of the images; where it refuses them, of one after another, and errors of the refused."""
+        """The rows of `encode` for `images`. If it refuses them, each is tried alone, and a refused one is an error."""
         assert self._encode is not None
         try:
             with torch.inference_mode():
                 found = self._encode(self._model, self._processor, list(images.values()))
-        except ValueError as error:  # what processors raise for an image that they refuse
+        except ValueError as error:  # processors raise it for an image that they refuse
             if len(images) > 1:
                 alone = {i: self._encode_all({i: image})[i] for i, image in images.items()}
                 if self._answer is None and all(each.error for each in alone.values()):
-                    raise  # it has made nothing of anything yet
+                    raise  # `encode` has never succeeded: the fault is not the images'
                 return alone
             return dict.fromkeys(images, Embedded("", None, error=f"encode= refuses it: {first_line(error)}"))
         rows = _rows_of(found, len(images))
         answer = _Answer(rows[0].ndim > 1, rows[0].shape[-1])
-        if self._answer not in (None, answer):  # else an image's rows would be lost, or its width be another
+        if self._answer not in (None, answer):  # else rows of an image would be lost, or widths would differ
             raise ValueError(f"fusedvit: encode must return {self._answer} of each image, as before, got {answer}")
         self._answer = answer
         parts = [each.reshape(-1, each.shape[-1]) for each in rows]
         return {i: _embedded(each, each.isfinite().all(1)) for i, each in zip(images, parts, strict=True)}
 
     def _known_answer(self) -> "_Answer":
-        """What each image is answered with; `encode` is asked with an image of ours where it has answered none yet."""
+        """The shape of an image's embedding; if `encode` has returned none yet, it is called with a plain image."""
         if self._answer is None:
             refused = self._encode_all({0: _plain_image()})[0].error
             if self._answer is None:
@@ -280,7 +282,7 @@ class Embedder:
         return self._answer
 
     def _array(self, each: Embedded) -> np.ndarray:
-        """`[width]`, or `[n, width]` of tokens and of what `encode` makes several vectors of."""
+        """`[width]`; or `[n, width]` for tokens, and where `encode` returns several vectors per image."""
         several, width = self._known_answer()
         if each.rows is None:
             return np.empty((0, width), np.float32) if several else np.full(width, np.nan, np.float32)
@@ -289,12 +291,12 @@ class Embedder:
 
 
 def embedder_of(job: Job) -> Embedder:
-    """The embedder that a job asks for, on `job.device` or the visible GPU. Raises as `Embedder`."""
+    """The embedder of a job, on `job.device` or the visible GPU. Raises as `Embedder`."""
     return Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
 
 
 class _Answer(NamedTuple):
-    """What each image is answered with: one vector or several, of `width` channels."""
+    """The shape of an image's embedding: one vector or several, of `width` channels."""
 
     several: bool
     width: int
@@ -304,8 +306,8 @@ class _Answer(NamedTuple):
 
 
 class _Started(NamedTuple):
-    """A call of the tower: its rows, which of them are finite, how many are of each input, and when it began and ended
-    (`_mark`)."""
+    """A call of the tower: its rows, which of them are finite, how many belong to each input, and when it began and
+    ended (`_mark`)."""
 
     batch: Batch
     rows: torch.Tensor
@@ -316,7 +318,7 @@ class _Started(NamedTuple):
 
 
 def _embedded(rows: torch.Tensor, finite: torch.Tensor, grid_thw: tuple[int, int, int] = (0, 0, 0)) -> Embedded:
-    """An input's rows on the CPU; its error where some of them are not finite, as NaN is what marks an error."""
+    """An input's rows on the CPU; an error where some of them are not finite, as NaN marks errors."""
     bad = int((~finite).sum())
     if bad:
         return Embedded("", None, error=f"no finite embedding: {bad} of {len(rows)} rows hold NaN or infinity")
@@ -324,14 +326,14 @@ def _embedded(rows: torch.Tensor, finite: torch.Tensor, grid_thw: tuple[int, int
 
 
 def _plain_image() -> Any:
-    """What any `encode` should take."""
+    """An image that any `encode` should accept."""
     from PIL import Image
 
     return Image.new("RGB", (224, 224), (128, 128, 128))
 
 
 def _mark(device: torch.device) -> Any:
-    """A moment: of the current stream of a GPU, or of the clock."""
+    """A point in time: an event on the GPU's current stream, or the CPU's clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -340,7 +342,8 @@ def _mark(device: torch.device) -> Any:
 
 
 def _on_host(rows: torch.Tensor, end: Any) -> torch.Tensor:
-    """`rows`, which are there at `end`: copied on a stream of its own, as what was launched since would come first."""
+    """`rows`, complete at `end`, on the CPU. A stream of its own copies them: on the current one the copy would wait
+    for all that was launched since."""
     if not rows.is_cuda:
         return rows
     stream = _copying_stream(rows.device)
@@ -355,14 +358,15 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _between(begin: Any, end: Any) -> float:
-    """Seconds from one moment to another; the GPU has passed both."""
+    """Seconds from `begin` to `end`; the GPU must have passed both."""
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
 def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
-    """The tower's handle; where patches of `processor` do not fit it, the tower stays as it was. None is not asked."""
+    """Fuses the tower and returns its handle. If the patches of `processor` do not fit, the tower stays as it was; a
+    `processor` of None is not checked."""
     if processor is not None:
-        frames_of(processor)  # raises for one that cannot give bytes
+        frames_of(processor)  # raises if it cannot return bytes
     tower = find_tower(model)
     before = type(tower)
     handle = fuse(model, FuseConfig(compile="now") if config is None else config)
@@ -376,7 +380,7 @@ def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
 
 
 def _rows_of(found: Any, count: int) -> list[torch.Tensor]:
-    """What `encode` returned, on the CPU: a vector an image, or `[t, d]` of each. Raises ValueError for the rest."""
+    """The result of `encode` on the CPU: a vector or `[t, d]` per image. Raises ValueError for anything else."""
     got = len(found) if hasattr(found, "__len__") else type(found).__name__
     if got != count:
         raise ValueError(f"fusedvit: encode must return {count} embeddings for as many images, got {got}")

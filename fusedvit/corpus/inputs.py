@@ -25,9 +25,9 @@ class Input:
     """One image or video.
 
     Attributes:
-        id: as it was found: a path, or what a table says (`id`, else a path, else TABLE:ROW); no two inputs share it.
-        path: of the file, or of the table.
-        row: of the table; -1 for a file.
+        id: unique: a file's path as it was found, or a table's value (`id`, else a path, else TABLE:ROW).
+        path: the path of the file, or of the table.
+        row: the row of the table; -1 for a file.
     """
 
     id: str
@@ -36,13 +36,13 @@ class Input:
 
 
 def collect(given: Sequence[str | Path], left_out: Counter[str] | None = None) -> list[Input]:
-    """Every input of folders (searched through, also those that are links; sorted), media files, `.txt` lists with a
-    path a line, and `.parquet`.
+    """Every input of folders (recursively, through links, too; sorted), media files, `.txt` lists with one path a line,
+    and `.parquet` tables.
 
-    `left_out` is given the files of folders that are taken for no image or video, by their suffixes.
+    `left_out` gets the counts, by suffix, of the folders' files that are neither images nor videos.
 
     Raises:
-        InputError: something is no such thing, cannot be read, or two inputs have the same id.
+        InputError: one of `given` is none of these or cannot be read, or two inputs have the same id.
     """
     left_out = Counter() if left_out is None else left_out
     found = [each for source in given for each in _inputs_of(source, left_out)]
@@ -58,7 +58,7 @@ def collect(given: Sequence[str | Path], left_out: Counter[str] | None = None) -
 
 
 def in_words(left_out: Counter[str]) -> str:
-    """What `collect` has left out, in one line."""
+    """The counts of files that `collect` has left out, in one line."""
     found = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
     named = [f"{suffix!r} {count}" if suffix else f"none {count}" for suffix, count in found[:_NAMED]]
     others = sum(count for _, count in found[_NAMED:])
@@ -66,7 +66,7 @@ def in_words(left_out: Counter[str]) -> str:
 
 
 def digest(inputs: Iterable[Input]) -> str:
-    """Tells one list of inputs from another, by their ids and order."""
+    """A digest of the inputs' ids and order."""
     hashed = hashlib.sha256()
     for each in inputs:
         hashed.update(each.id.encode() + b"\0")
@@ -74,10 +74,10 @@ def digest(inputs: Iterable[Input]) -> str:
 
 
 def sources(inputs: Sequence[Input]) -> Iterator[Source]:
-    """What `fusedvit.pixels.stream` takes, for each input.
+    """The source of each input, for `fusedvit.pixels.stream`.
 
     Raises:
-        InputError: a table does not read.
+        InputError: a table cannot be read.
     """
     table: _Table | None = None  # one at a time: inputs come in the order of their tables
     for each in inputs:
@@ -90,7 +90,7 @@ def sources(inputs: Sequence[Input]) -> Iterator[Source]:
 
 
 def _table_of(path: Path) -> "_Table":
-    """The table as it is now. The last one stays open, with a group of rows in memory, for the shards that follow."""
+    """The table as it is now. The last table stays open, with a group of rows in memory, for the next shards."""
     known = _reading(path, path.stat)
     return _open_table(path, known.st_mtime_ns, known.st_size)
 
@@ -98,7 +98,7 @@ def _table_of(path: Path) -> "_Table":
 def _inputs_of(given: str | Path, left_out: Counter[str]) -> Iterator[Input]:
     if not str(given):
         raise InputError("an input without a name: a folder, file, list or table expected, got ''")
-    _check_no_url(str(given))  # before Path() makes one slash of its two
+    _check_no_url(str(given))  # before Path() turns its two slashes into one
     source = Path(given)
     suffix = source.suffix.lower()
     if os.path.isdir(source):
@@ -121,14 +121,14 @@ def _why_no_file(source: Path) -> str:
         source.stat()
     except FileNotFoundError:
         return "no such file or folder"
-    except (OSError, ValueError) as error:  # too long a name, a folder that may not be entered; a 0 in the name
+    except (OSError, ValueError) as error:  # a name too long or with a NUL, a forbidden folder
         return f"cannot be read: {getattr(error, 'strerror', None) or first_line(error)}"
     return "neither a folder nor a regular file"
 
 
 def _media_in(folder: Path, left_out: Counter[str]) -> list[Path]:
-    """Every image and video of a folder and those in it, by suffix, also of folders that are links; and links to files
-    that are gone, and files that may not be reached, which become errors. The rest is counted in `left_out`."""
+    """Every image and video, by suffix, of a folder and its subfolders, linked ones included. Broken links and
+    unreachable files are among them: they become errors. Other files are counted in `left_out`."""
     known, found = suffixes(), []
     for path in _files_in(folder):
         suffix = path.suffix.lower()
@@ -140,9 +140,8 @@ def _media_in(folder: Path, left_out: Counter[str]) -> list[Path]:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """What is no folder in `folder` and those in it, however deep. A link back to a folder above it, by its real path,
-    ends."""
-    waiting = [(folder, os.path.realpath(folder), tuple[str, ...]())]  # path, real path and those of folders above
+    """Every file in `folder` and its subfolders. A link to a folder above it, by real path, is not followed."""
+    waiting = [(folder, os.path.realpath(folder), tuple[str, ...]())]  # path, real path, real paths above
     while waiting:
         current, real, above = waiting.pop()
         if real in above:
@@ -153,7 +152,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
             raise InputError(f"{current}: a folder that cannot be read: {first_line(error)}") from None
         for entry in entries:
             path = current / entry.name
-            if os.path.isdir(path):  # False where that may not be asked
+            if os.path.isdir(path):  # False where permissions forbid the question
                 below = os.path.realpath(path) if entry.is_symlink() else os.path.join(real, entry.name)
                 waiting.append((path, below, (*above, real)))
             else:
@@ -165,7 +164,7 @@ def _lines_of(source: Path) -> list[str]:
         text = source.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{source}: a list of paths in UTF-8 expected: {first_line(error)}") from None
-    lines = [line.strip() for line in text.split("\n") if line.strip()]  # a name may hold other separators of lines
+    lines = [line.strip() for line in text.split("\n") if line.strip()]  # names may hold other line separators
     for line in lines:
         _check_no_url(line)
     return lines
@@ -177,7 +176,7 @@ def _check_no_url(path: str) -> None:
 
 
 def _text(path: Path) -> str:
-    """A path as an id: bytes of its name that are no UTF-8 are written out."""
+    """A path as an id: bytes of the name that are not UTF-8 are escaped."""
     return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -202,7 +201,7 @@ def _rows_of(table: Path) -> Iterator[Input]:
 
 
 def row_name(table: Path, row: int) -> str:
-    """The id of a row that has no other."""
+    """The id of a row that the table gives neither an id nor a path."""
     return f"{_text(table)}:{row}"
 
 
@@ -213,7 +212,7 @@ def _names_in(table: Path, column: str) -> list[Any]:
     values = _reading(table, lambda: pyarrow.parquet.read_table(table, columns=[column]))[column]
     try:
         return list(values.to_pylist())
-    except Exception:  # text in another encoding, or a time that Python has none of, which Arrow does not mind
+    except Exception:  # Arrow holds what Python cannot: text in another encoding, times out of range
         row, error = next(_not_converted(values))
     raise InputError(f"{table}: column {column}: row {row} does not convert to Python: {first_line(error)}")
 
@@ -227,7 +226,7 @@ def _not_converted(values: Iterable[Any]) -> Iterator[tuple[int, Exception]]:
 
 
 def _column_of(table: Path, schema: Any) -> str:
-    """The column that holds what is embedded."""
+    """The column that holds the images and videos."""
     found = next((name for name in COLUMNS if name in schema.names), None)
     if found is None:
         raise InputError(f"{table}: a column of {', '.join(COLUMNS)} expected, got {sorted(set(schema.names))}")
@@ -235,7 +234,7 @@ def _column_of(table: Path, schema: Any) -> str:
 
 
 def _check_type(table: Path, field: Any) -> None:
-    """Refuses a column in which no row can be a file's contents or path."""
+    """Refuses a column whose type can hold neither a file's contents nor a path."""
     import pyarrow
 
     kind = getattr(field.type, "storage_type", field.type)
@@ -247,7 +246,7 @@ def _check_type(table: Path, field: Any) -> None:
 
 
 def _may_name_a_file(kind: Any) -> bool:
-    """Whether values of an Arrow type are bytes or text, also those of a dictionary."""
+    """Whether values of an Arrow type, or of a dictionary type's values, are bytes or text."""
     from pyarrow import types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
@@ -256,7 +255,7 @@ def _may_name_a_file(kind: Any) -> bool:
 
 
 class _Table:
-    """The contents of one table's files, of which one group of rows is in memory."""
+    """The contents of one table's column of files; one row group is in memory."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow.parquet
@@ -266,10 +265,10 @@ class _Table:
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._ends = list(accumulate(groups))
         self._column = _column_of(path, self._file.schema_arrow)
-        self._last: tuple[int, Any] = (-1, None)  # a group's number and values, one object for threads
+        self._last: tuple[int, Any] = (-1, None)  # a group's number and values: one tuple, read by threads at once
 
     def content(self, row: int) -> Source:
-        """A file's bytes, or its path beside the table; an error where the row holds neither."""
+        """A file's bytes, or its path relative to the table's folder; an error where the row holds neither."""
         group = bisect_right(self._ends, row)
         if group == len(self._ends):
             raise InputError(f"{self.path}: row {row} is gone since the job began")
@@ -294,5 +293,5 @@ def _open_table(path: Path, changed: int, size: int) -> _Table:
 def _reading(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
-    except Exception as error:  # pyarrow's own, for what is damaged, no parquet, or gone
+    except Exception as error:  # pyarrow's errors, for a file that is damaged, no parquet, or gone
         raise InputError(f"{path}: no parquet file that reads: {first_line(error)}") from None

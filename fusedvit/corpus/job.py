@@ -1,6 +1,6 @@
-"""A corpus embedded into shards, on one GPU in this process or on several in a process each.
+"""A corpus embedded into shards, on one GPU in this process or on several GPUs with a process each.
 
-What is done is what is committed (`shards.committed`): a job that was killed goes on by being started again.
+The committed shards (`shards.committed`) are a job's only state: a killed job continues when it is started again.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError
 from fusedvit.pixels.media import Source
 
-VERSION = 3  # of what `Job.document` records
-LISTED = 1000  # inputs that are errors, in what a run has found
-UNWRITTEN = 2  # shards that may wait for the disk
+VERSION = 3  # of the record `Job.document`
+LISTED = 1000  # the most failed inputs that a run lists
+UNWRITTEN = 2  # shards that may wait to be written
 WORKER = "fusedvit.corpus.worker"
 
 
 class Embedder(Protocol):
-    """What the work needs of `embedder.Embedder`."""
+    """The part of `embedder.Embedder` that `work` uses."""
 
     dtype: torch.dtype
 
@@ -48,7 +48,7 @@ class Embedder(Protocol):
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raises InputError for what is no number of things, of which there is at least one."""
+    """Raises InputError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"{name}: a whole number of at least 1 expected, got {value!r}")
 
@@ -58,7 +58,7 @@ def _as_text(name: Any) -> Any:
 
 
 def _is_utf_8(path: str) -> bool:
-    """Whether Python has found all bytes of a path to be UTF-8."""
+    """Whether all bytes of a path are UTF-8: Python holds others as surrogates, which do not encode."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -71,14 +71,14 @@ class Job:
     """What is embedded, how, and where to.
 
     Attributes:
-        model: a checkpoint, a folder or a hub name.
+        model: a checkpoint: a folder or a hub name.
         given: folders, files, lists and tables, as `inputs.collect` takes them.
         out: the folder of the shards.
-        output, deepstack: as of `Embedder`.
-        shard_size: inputs of a shard.
-        device: of a job in this process; None for the GPU if there is one.
+        output, deepstack: as for `Embedder`.
+        shard_size: inputs per shard.
+        device: the device of a job in this process; None means the GPU if there is one.
 
-    Names may be given as `Path`s too.
+    Names and paths may also be `Path`s.
     """
 
     model: str
@@ -90,13 +90,13 @@ class Job:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "out"):  # a document and a worker's command line take text alone
+        for name in ("model", "out"):  # job.json and a worker's command line hold text only
             object.__setattr__(self, name, _as_text(getattr(self, name)))
         if isinstance(self.given, list | tuple):
             object.__setattr__(self, "given", tuple(map(_as_text, self.given)))
 
     def check(self) -> None:
-        """Raises InputError for an option that is none."""
+        """Raises InputError for an invalid option."""
         if not isinstance(self.given, tuple):
             raise InputError(f"given: several folders, files, lists or tables expected, got {self.given!r}")
         for name, values in (("model", (self.model,)), ("given", self.given), ("out", (self.out,))):
@@ -113,9 +113,9 @@ class Job:
         check_count("shard_size", self.shard_size)
 
     def document(self, inputs: Sequence[Input], dtype: torch.dtype) -> dict[str, Any]:
-        """What another run must agree with to go on: everything that decides a shard's content.
+        """The record that a run must match to continue this job: everything that determines a shard's content.
 
-        `dtype` is the tower's.
+        `dtype` is the tower's dtype.
 
         Raises:
             InputError: the checkpoint or a table cannot be read.
@@ -134,13 +134,13 @@ class Job:
         }
 
     def dtype(self) -> torch.dtype:
-        """Of the tower, in a process that sees the job's device."""
+        """The tower's dtype, in a process that sees the job's device."""
         return default_dtype(device_or_default(self.device))
 
 
 @dataclass(frozen=True)
 class ShardDone:
-    """A committed shard: its number, what is in it, and the seconds since its worker began.
+    """A committed shard: its number, counts of its content, and the seconds since its worker began.
 
     `tower_seconds` is the GPU's time in the tower, `waited_seconds` the time in which the tower waited for pixels.
     """
@@ -157,13 +157,13 @@ class ShardDone:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run has found.
+    """The result of a run.
 
     Attributes:
-        shards: that it has committed.
-        others: "shards", "inputs" and "errors" of what was there before, and of what another run has committed since.
-        left_out: files of folders that are no inputs, by their suffixes.
-        failed: the first inputs that are errors, whichever run has committed them.
+        shards: the shards that this run has committed.
+        others: counts of "shards", "inputs" and "errors" that other runs have committed, before or meanwhile.
+        left_out: counts of the folders' files that are no inputs, by suffix.
+        failed: the first inputs with an error, of any run.
     """
 
     shards: list[ShardDone]
@@ -179,17 +179,17 @@ def run(
     done: Callable[[ShardDone, int], None],
     left_out: Counter[str] | None = None,
 ) -> Ran:
-    """Embeds what is not committed yet, the longest shards first.
+    """Embeds the shards that are not committed yet, the longest first.
 
     Args:
-        gpus: none: in this process, on `job.device`. Else a process on each of these GPUs.
-        build: makes the embedder of a job in this process.
-        done: called with each committed shard and the number of shards of the job.
-        left_out: is given what `inputs.collect` leaves out, also where the job fails later.
+        gpus: one process runs on each of these GPUs; if empty, this process runs on `job.device`.
+        build: builds the embedder of a job in this process.
+        done: called with each committed shard and the job's number of shards.
+        left_out: gets the counts of `inputs.collect`, even if the job fails later.
 
     Raises:
-        InputError, UnsupportedModel: see `inputs.collect`, `shards.start`, `shards.commit` and `Embedder`. What was
-            committed stays.
+        InputError, UnsupportedModel: see `inputs.collect`, `shards.start`, `shards.commit` and `Embedder`. Committed
+            shards stay.
     """
     left_out = Counter() if left_out is None else left_out
     found: list[ShardDone] = []
@@ -212,14 +212,15 @@ def run(
 def begun(
     job: Job, dtype: torch.dtype, left_out: Counter[str] | None = None
 ) -> Iterator[tuple[list[Sequence[Input]], list[int]]]:
-    """The inputs of each shard, and the numbers of those to do, the longest first, for as long as they are worked on:
-    the folder is made or checked, is in use, and is free again for another job where this one ends without a shard.
+    """A context for the work on a job: gives the inputs of each shard, and the numbers of the shards to do, the longest
+    first. It creates or checks the folder and marks it as in use. If the job fails without a committed shard, the
+    folder is free for another job.
 
-    `dtype` is what the tower will have, `left_out` as of `inputs.collect`.
+    `dtype` is the dtype that the tower will have; `left_out` as for `inputs.collect`.
 
     Raises:
-        InputError: see `Job.check`, `inputs.collect`, `shards.start` and `shards.in_use`; a shard that is there does
-            not read.
+        InputError: see `Job.check`, `inputs.collect`, `shards.start` and `shards.in_use`; or a committed shard cannot
+            be read.
     """
     out = Path(job.out)
     parts, document = _asked(job, dtype, left_out)
@@ -230,7 +231,7 @@ def begun(
 
 
 def totals(out: Path, numbers: Iterable[int] | None = None) -> dict[str, int]:
-    """ "shards", "inputs" and "errors" of what is committed, whichever run has; of these shards, or of all."""
+    """Counts of "shards", "inputs" and "errors" that any run has committed, among `numbers` or in all."""
     there = shards.committed(out)
     counts = [shards.count(out, number) for number in sorted(there if numbers is None else there & set(numbers))]
     return {"shards": len(counts), "inputs": sum(n for n, _ in counts), "errors": sum(n for _, n in counts)}
@@ -244,7 +245,7 @@ def _asked(job: Job, dtype: torch.dtype, left_out: Counter[str] | None) -> tuple
 
 
 def _begin(out: Path, parts: Sequence[Sequence[Input]], document: dict[str, Any]) -> list[int]:
-    """Makes or checks the folder; the shards to do, the longest first."""
+    """Creates or checks the folder; returns the shards to do, the longest first."""
     shards.start(out, document)
     there = shards.committed(out) & set(range(len(parts)))
     for number in sorted(there):
@@ -255,8 +256,8 @@ def _begin(out: Path, parts: Sequence[Sequence[Input]], document: dict[str, Any]
 
 @contextlib.contextmanager
 def _taken_back(out: Path, document: dict[str, Any]) -> Iterator[None]:
-    """Where a job ends without a shard, as its model does not load or somebody interrupts it, and was only begun for
-    that, it is taken back."""
+    """A context that removes a new job's record if it fails before a shard is committed: its model does not load, or
+    the user interrupts it."""
     try:
         yield
     except BaseException:
@@ -265,7 +266,7 @@ def _taken_back(out: Path, document: dict[str, Any]) -> Iterator[None]:
 
 
 def shards_of(inputs: Sequence[Input], size: int) -> list[Sequence[Input]]:
-    """Inputs by shard: fixed by their order alone."""
+    """The inputs of each shard, determined by their order alone."""
     return [inputs[start : start + size] for start in range(0, len(inputs), size)]
 
 
@@ -278,11 +279,11 @@ def work(
 ) -> None:
     """Embeds the shards `numbers` as one stream, and commits each while the next are computed.
 
-    `numbers` is read ahead of the results, by as many inputs as are decoded ahead. `committed` hears of the shards that
-    this call has committed, not of those that another process was faster with.
+    `numbers` is read ahead of the results, by as many inputs as are decoded ahead. `committed` is called with the
+    shards that this call has committed, not with those that another process committed first.
 
     Raises:
-        InputError: a table does not read, or a shard cannot be written; earlier ones are committed.
+        InputError: a table cannot be read, or a shard cannot be written; earlier shards are committed.
     """
     taken: list[int] = []
 
@@ -292,7 +293,7 @@ def work(
             yield from sources(parts[number])
 
     def write(number: int, found: list[shards.Embedded], counted: ShardDone) -> None:
-        if shards.commit(out, number, found, embedder.width, embedder.dtype):  # else it is another job's work
+        if shards.commit(out, number, found, embedder.width, embedder.dtype):  # else another process was first
             committed(counted)
 
     start, before = time.perf_counter(), embedder.counters()
@@ -316,14 +317,14 @@ def work(
 def _counted(
     number: int, found: Sequence[shards.Embedded], before: dict[str, float], now: dict[str, float], seconds: float
 ) -> ShardDone:
-    """What has been done since the shard before. A call of the tower may serve several shards: it counts for one."""
+    """The counters since the previous shard. A call of the tower may serve several shards, and counts for one."""
     spent = {name: now[name] - before[name] for name in ("patches", "tower_seconds", "waited_seconds")}
     errors = sum(bool(each.error) for each in found)
     return ShardDone(number, len(found), errors, seconds=seconds, padding=now["padding"], **spent)
 
 
 def _bytes_of(part: Sequence[Input]) -> int:
-    """How large the files of a shard are: how long it takes, roughly. A table's rows count alike."""
+    """The size of a shard's files, a rough measure of its time. A table's row counts as 1."""
     return sum(each.path.stat().st_size if each.row < 0 and os.path.isfile(each.path) else 1 for each in part)
 
 
@@ -331,9 +332,9 @@ def _bytes_of(part: Sequence[Input]) -> int:
 
 
 def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Callable[[ShardDone], None]) -> None:
-    """One process a GPU; each is told its next shard when it asks, and ends when it is told none.
+    """Runs one process per GPU; each asks for its next shard, and ends when there is none.
 
-    A process that dies fails the job once the others have done the rest: its shard is not committed.
+    If a process dies, its shard is not committed; the job fails after the other processes have done the rest.
     """
     said: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
     workers = [_started(job, gpu) for gpu in gpus]
@@ -367,7 +368,7 @@ def _started(job: Job, gpu: int) -> "subprocess.Popen[str]":
 
 
 def _visible(gpu: int) -> str:
-    """The name of this process's GPU `gpu` for a child."""
+    """The `CUDA_VISIBLE_DEVICES` of a child for this process's GPU `gpu`."""
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return names[gpu] if names else str(gpu)
 
@@ -378,7 +379,7 @@ def _tell(worker: "subprocess.Popen[str]", number: int) -> None:
         worker.stdin.write(f"{number}\n")
         worker.stdin.flush()
     except BrokenPipeError:
-        return  # it died: its output ends, which is heard
+        return  # the worker died; `_listen` notices the end of its output
 
 
 def _end(worker: "subprocess.Popen[str]") -> None:
@@ -390,7 +391,7 @@ def _end(worker: "subprocess.Popen[str]") -> None:
 
 
 def _listen(i: int, worker: "subprocess.Popen[str]", said: "SimpleQueue[tuple[int, dict[str, Any]]]") -> None:
-    """Passes on what worker `i` says, and at last that it says no more, with its error if it named one."""
+    """Passes on the messages of worker `i`; at the end of its output a last one, with its error if it sent one."""
     ended: dict[str, Any] = {}
     assert worker.stdout is not None
     with worker.stdout:

@@ -1,4 +1,4 @@
-"""What an `Embedder` is made from: its options, which are checked first, a checkpoint's tower and its processors."""
+"""What an `Embedder` is built from: its options, checked first, and a checkpoint's tower and processors."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ _CHECKPOINT = (str, Path)
 
 
 def check_model(model: Any, processor: Any, encode: Any) -> None:
-    """Raises TypeError where these three are not as `Embedder` takes them together."""
+    """Raises TypeError if `Embedder` does not take these three together."""
     if not isinstance(model, str | Path | nn.Module):
         raise _wrong("model", "a checkpoint's folder or hub name, or a model", model)
     if encode is not None and not callable(encode):
@@ -34,7 +34,7 @@ def check_model(model: Any, processor: Any, encode: Any) -> None:
 
 
 def check_options(output: Any, deepstack: Any, threads: Any, limits: Any, config: Any) -> None:
-    """Raises ValueError or TypeError for an option that is none."""
+    """Raises ValueError or TypeError for an invalid option."""
     if output not in OUTPUTS:
         raise ValueError(f"fusedvit: output must be one of {OUTPUTS}, got {output!r}")
     if not isinstance(deepstack, bool):
@@ -45,10 +45,10 @@ def check_options(output: Any, deepstack: Any, threads: Any, limits: Any, config
 
 
 def device_and_dtype(model: Any, device: Any, dtype: Any) -> tuple[torch.device, torch.dtype]:
-    """Where a checkpoint is loaded, and as what.
+    """The device and dtype in which a checkpoint is loaded.
 
     Raises:
-        TypeError, ValueError: there is no such device or dtype; either is given for a model that is loaded.
+        TypeError, ValueError: there is no such device or dtype, or one is given for a model that is already loaded.
     """
     if not isinstance(model, _CHECKPOINT) and (device, dtype) != (None, None):
         raise TypeError("fusedvit: device= and dtype= are a checkpoint's; move a model that is loaded by itself")
@@ -72,8 +72,8 @@ def loaded(model: str | Path | nn.Module, on: torch.device, dtype: torch.dtype) 
 
 
 def processors_of(where: str) -> Any:
-    """A checkpoint's image processor, and its video processor where transformers can build it; else in `no_video` what
-    a video is answered with where a package is missing.
+    """A checkpoint's image processor, and its video processor if transformers can build it. If a package is missing for
+    that, `no_video` is the error message for videos.
 
     Raises:
         InputError: the checkpoint has no image processor that transformers reads.
@@ -88,16 +88,16 @@ def processors_of(where: str) -> Any:
         no_video = f"{missing}: pip install torchvision, in the release that goes with torch"
     except (OSError, ValueError):  # none in the checkpoint
         video = None
-    except Exception as error:  # TypeError and others, where its file holds null or a list
+    except Exception as error:  # TypeError and others, where its JSON file holds null or a list
         raise InputError(f"{where}: no video processor that transformers reads: {first_line(error)}") from None
     return SimpleNamespace(image_processor=image_processor_of(where), video_processor=video, no_video=no_video)
 
 
 def image_processor_of(where: str) -> Any:
-    """A checkpoint's image processor. Raises InputError where transformers reads none."""
+    """A checkpoint's image processor. Raises InputError if transformers finds none that it can read."""
     from transformers import AutoImageProcessor
 
     try:
         return AutoImageProcessor.from_pretrained(where)
-    except Exception as error:  # whatever transformers raises for absent and malformed ones
+    except Exception as error:  # transformers raises many kinds for absent and malformed files
         raise InputError(f"{where}: no image processor that transformers reads: {first_line(error)}") from None

@@ -1,8 +1,8 @@
-"""What a job's answers come from besides the names of its inputs: the checkpoint, and the files and tables themselves.
+"""Digests of what a job's results depend on besides its inputs' names: the checkpoint, and the files and tables.
 
-Weights are told apart by the head of each file and a sample of every tensor in it: a file of gigabytes takes
-milliseconds, and training changes all of a tensor. A copy of a checkpoint, on another host or at another time, is the
-same one.
+Weights are identified by the header of each file and a sample of every tensor in it: this takes milliseconds for
+gigabytes, and training changes all of a tensor. A copy of a checkpoint on another host or of another time has the same
+digest.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ CONFIG = "config.json"
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _SAMPLE = 512  # bytes, at the beginning, the middle and the end of a tensor
-_SAMPLES = 256  # of a file that names no tensors
-_TAIL = 64 * 2**10  # bytes at its end: a parquet table's own list of what it holds
-_SMALL = 16 * 2**20  # bytes of a table that is read whole
-_NAMED = 8  # of what a job was given, in its document
-_LONGEST_HEAD = 100 * 2**20  # of a safetensors file, in bytes, as its own library has it
+_SAMPLES = 256  # of a file without a list of tensors
+_TAIL = 64 * 2**10  # bytes at a file's end: a parquet table's footer
+_SMALL = 16 * 2**20  # bytes up to which a table is read whole
+_NAMED = 8  # of a job's inputs as given, in its document
+_LONGEST_HEAD = 100 * 2**20  # bytes of a safetensors header, the limit of its own library
 
 
 def checkpoint(where: str) -> dict[str, str]:
-    """What tells one checkpoint from another: digests of a folder's config, weights and processor, or the commit of a
-    repository of the hub.
+    """What identifies a checkpoint: digests of a folder's config, weights and processor, or the commit of a repository
+    on the hub.
 
     Raises:
-        InputError: no such checkpoint, or one of its files cannot be read.
-        UnsupportedModel: a repository without a tower that can be fused.
+        InputError: there is no such checkpoint, or one of its files cannot be read.
+        UnsupportedModel: the repository has no tower that can be fused.
     """
     folder = Path(where)
     if not folder.is_dir():
@@ -50,7 +50,7 @@ def checkpoint(where: str) -> dict[str, str]:
 
 
 def tables(inputs: Iterable[Input]) -> str:
-    """Digest of the tables of which a row's number is all that names an input; "" without any.
+    """A digest of the tables whose inputs are named by a row's number only; "" without any.
 
     Raises:
         InputError: one of them cannot be read.
@@ -63,8 +63,8 @@ def tables(inputs: Iterable[Input]) -> str:
 
 
 def files(inputs: Iterable[Input]) -> str:
-    """Digest of what the inputs are, whatever they are called: where each file lies, with links followed, and where
-    each table lies and what is in it, by samples.
+    """A digest of the inputs apart from their names: the real path of each file, and the real path and sampled content
+    of each table.
 
     Raises:
         InputError: a table cannot be read.
@@ -89,7 +89,7 @@ def files(inputs: Iterable[Input]) -> str:
 
 
 class _Resolved:
-    """Where files really lie. Each folder is resolved once: many files share it."""
+    """Real paths of files. Each folder is resolved once, as many files share it."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
@@ -104,7 +104,7 @@ class _Resolved:
 
 
 def _real(path: str) -> str:
-    """As `realpath`; as it is where no file system has such a name, which is a row's error."""
+    """`os.path.realpath(path)`, or `path` itself if no file system allows the name: that becomes the row's error."""
     try:
         return os.path.realpath(path)
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def _real(path: str) -> str:
 
 
 def _table(path: Path) -> Iterator[bytes]:
-    """A table's content: whole where it is small, as tables of paths are, else as `_file` has it."""
+    """A table's content: all of it if it is small, as tables of paths are, else the samples of `_file`."""
     if path.stat().st_size <= _SMALL:
         yield path.read_bytes()
     else:
@@ -120,23 +120,23 @@ def _table(path: Path) -> Iterator[bytes]:
 
 
 def given(sources: Sequence[str]) -> list[str]:
-    """Where the first of the job's folders, files, lists and tables lie: for a message."""
+    """Real paths of the first of the job's folders, files, lists and tables, for messages."""
     return [os.fsencode(_real(each)).decode("utf-8", "backslashreplace") for each in sources[:_NAMED]]
 
 
 def working_directory(given: Sequence[str]) -> str:
-    """The folder from which names of inputs lead on; "" where they do not depend on it."""
+    """The folder to which paths of inputs are relative; "" if all are absolute."""
     return "" if all(os.path.isabs(each) for each in given) else os.getcwd()
 
 
 def _commit_of(where: str) -> str:
-    """A repository's commit, by the folder in which the hub's cache keeps it."""
+    """A repository's commit: the name of its folder in the hub's cache."""
     from transformers.utils import cached_file
 
-    tower_config(where)  # says what is wrong with names that are none
+    tower_config(where)  # raises the better message for a wrong name
     try:
         found = cached_file(where, CONFIG)
-    except Exception as error:  # OSError and the hub's own, for what is not reached
+    except Exception as error:  # OSError, and the hub's errors if it is not reached
         raise InputError(f"{where}: no config that transformers reads: {first_line(error)}") from None
     return "" if found is None else Path(found).parent.name
 
@@ -149,18 +149,18 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _document(path: Path) -> bytes:
-    """A JSON file's content, however it is spaced; nothing of one that is not there."""
+    """A JSON file's content without its formatting; b"" if there is no such file."""
     if not path.is_file():
         return b""
     content = path.read_bytes()
     try:
         return json.dumps(json.loads(content), sort_keys=True).encode()
-    except ValueError:  # whoever loads it says what is wrong with it
+    except ValueError:  # no JSON: loading the checkpoint raises the error
         return content
 
 
 def _weights(path: Path) -> Iterator[bytes]:
-    """A file of weights: its name, size and head, and samples of each tensor."""
+    """Parts of a file of weights: its name and header, and samples of each tensor."""
     if path.suffix == ".json":
         yield from (path.name.encode(), _document(path))
         return
@@ -182,7 +182,7 @@ def _head_of(file: BinaryIO) -> bytes:
 
 
 def _bounds_in(head: bytes) -> list[tuple[int, int]] | None:
-    """Where tensors begin and end behind the head of a safetensors file, ascending; None where it is no such head."""
+    """The bounds of tensors, ascending, relative to the end of a safetensors header; None if `head` is no header."""
     try:
         described: dict[str, Any] = json.loads(head)
         found = [each["data_offsets"] for name, each in described.items() if name != "__metadata__"]
@@ -192,7 +192,7 @@ def _bounds_in(head: bytes) -> list[tuple[int, int]] | None:
 
 
 def _sample(file: BinaryIO, begin: int, end: int) -> bytes:
-    """Bytes from `begin` to `end` where they are few, else of both ends and the middle."""
+    """All bytes from `begin` to `end` if they are few, else those of both ends and the middle."""
     if end - begin <= 3 * _SAMPLE:
         file.seek(begin)
         return file.read(max(0, end - begin))

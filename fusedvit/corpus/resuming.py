@@ -1,9 +1,9 @@
-"""What two runs of a job must agree in, and what is said where they do not."""
+"""Whether a run may continue a job: how their documents (`Job.document`) differ, as a message."""
 
 from typing import Any
 
 _ELSEWHERE = "choose another output folder"
-_DIGESTS = {  # what is behind a digest, in a message
+_DIGESTS = {  # the contents of a digest, for messages
     "inputs_digest": "inputs (names or order)",
     "tables_digest": "tables",
     "weights": "checkpoint's weights",
@@ -16,9 +16,9 @@ _LONGEST = 200  # characters of a value in a message
 
 
 def difference(known: dict[str, Any], job: dict[str, Any]) -> str:
-    """How the document of a job that was begun differs from that of one which shall go on with it; "" if it does not.
+    """How the document of a begun job, `known`, differs from that of the run that is to continue it; "" if it does not.
 
-    What can be read as it is comes before digests.
+    `files_digest` is compared last: other differences say more.
     """
     if known.get("version") != job.get("version"):
         recorded = f"job.json of version {job.get('version')} expected, got {known.get('version') or 'none'}"

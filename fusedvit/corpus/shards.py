@@ -5,9 +5,9 @@
         index.parquet        a row per input: id, grid, dtype, offset, rows, error
         rows.safetensors     "rows", [all rows of the shard, width]
 
-A shard is written into a folder with a name that begins with a dot, and renamed when it is on the disk: the rename is
-its commit. So what is committed is a listing, a reader never sees half a file, and two writers of one shard leave one.
-What is being written is locked by its process, until that ends or dies: what is unfinished and not locked is removed.
+A shard is written into a folder whose name begins with a dot, and renamed once it is on the disk: the rename commits
+it. So a listing shows what is committed, a reader never sees half a file, and two writers of one shard leave one. A
+writer locks its unfinished folder until it ends or dies; unfinished folders without a lock are removed.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ except ModuleNotFoundError:  # on Windows
 JOB, INDEX, ROWS = "job.json", "index.parquet", "rows.safetensors"
 _PREFIX, _UNFINISHED = "shard-", ".unfinished-"
 _ATTEMPTS = 3
-_FORGOTTEN = 24 * 3600  # seconds after which nobody writes an unfinished file any more, where there are no locks
+_FORGOTTEN = 24 * 3600  # seconds after which an unfinished file counts as abandoned, where there are no locks
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """What became of one input.
+    """The result for one input.
 
     Attributes:
         id: the input's name.
-        rows: `[n, width]` on the CPU: one row where embeddings are pooled, else one a merged token; none on an error.
-        grid_thw: frames and rows and columns of patches; zeros on an error.
-        error: what was wrong with the input; "" where nothing was.
+        rows: `[n, width]` on the CPU: one row if embeddings are pooled, else one per merged token; None on an error.
+        grid_thw: frames, and rows and columns of patches; zeros on an error.
+        error: what was wrong with the input, or "".
     """
 
     id: str
@@ -58,7 +58,7 @@ class Embedded:
 
 
 class Failed(NamedTuple):
-    """An input that is an error."""
+    """An input with an error."""
 
     shard: int
     id: str
@@ -71,20 +71,20 @@ def holds_job(out: Path) -> bool:
 
 
 def start(out: Path, job: dict[str, Any]) -> None:
-    """Makes the folder of a job, or checks that the one there is of the same. Several may start at once.
+    """Creates the folder of a job, or checks that an existing one is of the same job. Several may start at once.
 
     Raises:
-        InputError: the folder cannot be written, is full of other things, or holds the shards of another job.
+        InputError: the folder cannot be written, holds other files, or holds the shards of another job.
     """
     known = out / JOB
     try:
         out.mkdir(parents=True, exist_ok=True)
         if known.is_file():
             check(out, job)
-        remove_unfinished(out)  # also of a start that was killed before it had written the job
+        remove_unfinished(out)  # also of a start that was killed before it wrote `JOB`
         if not known.is_file():
             others = [path for path in out.iterdir() if not path.name.startswith(_UNFINISHED)]
-            if others and not known.is_file():  # else another start has come between
+            if others and not known.is_file():  # else another start was faster
                 raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
             _write_new(known, json.dumps(job, indent=2, sort_keys=True) + "\n")
     except OSError as error:
@@ -93,7 +93,7 @@ def start(out: Path, job: dict[str, Any]) -> None:
 
 
 def check(out: Path, job: dict[str, Any]) -> None:
-    """Raises InputError where the shards of a folder are of another job."""
+    """Raises InputError if the shards of a folder are of another job."""
     try:
         known = json.loads((out / JOB).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -107,10 +107,10 @@ def check(out: Path, job: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def in_use(out: Path) -> Iterator[None]:
-    """Tells others that a job runs on the folder, for as long as it does: see `abandon`.
+    """A context in which a job works on the folder: a shared lock on `JOB` keeps others from `abandon`.
 
     Raises:
-        InputError: another start has taken the job back meanwhile.
+        InputError: another start has removed `JOB` meanwhile.
     """
     try:
         file = (out / JOB).open("rb")
@@ -123,10 +123,10 @@ def in_use(out: Path) -> Iterator[None]:
 
 
 def abandon(out: Path, job: dict[str, Any]) -> None:
-    """Takes back a `start` that nothing came of, so that the folder is free for another job.
+    """Undoes a `start` without results by removing `JOB`, so that the folder is free for another job.
 
-    It stays where it is another's, anything is committed, or another process is at work on it, or the file system has
-    no locks by which that could be told.
+    `JOB` stays if it is another job's, if a shard is committed, if another process works on the folder, or if the file
+    system has no locks to tell.
     """
     with contextlib.suppress(OSError, ValueError), (out / JOB).open("r+b") as file:
         is_ours = json.load(file) == json.loads(json.dumps(job))
@@ -135,8 +135,8 @@ def abandon(out: Path, job: dict[str, Any]) -> None:
 
 
 def remove_unfinished(out: Path) -> None:
-    """Removes what killed writers have left. What a living writer has locked stays; a writer whose folder is removed
-    before it has locked it starts over (`commit`)."""
+    """Removes the unfinished files of killed writers. Those that a living writer has locked stay; a writer whose folder
+    is removed before it could lock it starts over (`commit`)."""
     for path in out.glob(f"{_UNFINISHED}*"):
         with contextlib.suppress(OSError):  # another start was faster, or the file system has no locks
             handle = os.open(path, os.O_RDONLY)
@@ -152,8 +152,8 @@ def remove_unfinished(out: Path) -> None:
 
 
 def _lock(handle: int, shared: bool = False, otherwise: bool = False) -> bool:
-    """Locks an open file or folder until it is closed, or its process ends; False where another has it. `otherwise` is
-    what it says where there are no locks."""
+    """Locks an open file or folder until it is closed or its process ends; False if another process has locked it.
+    Returns `otherwise` where there are no locks."""
     if fcntl is None:
         return otherwise
     try:
@@ -166,16 +166,16 @@ def _lock(handle: int, shared: bool = False, otherwise: bool = False) -> bool:
 
 
 def committed(out: Path) -> set[int]:
-    """Numbers of the shards that are there."""
+    """Numbers of the committed shards."""
     names = (path.name.removeprefix(_PREFIX) for path in out.glob(f"{_PREFIX}*"))
     return {int(name) for name in names if name.isdecimal() and _is_whole(_folder(out, int(name)))}
 
 
 def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> bool:
-    """Writes shard `number`; False where another writer has committed it since, and nothing is changed.
+    """Writes shard `number`; returns False if another writer has committed it first: that shard stays.
 
     Raises:
-        InputError: the disk is full or cannot be written; what was committed before is untouched.
+        InputError: the disk is full or cannot be written; committed shards are untouched.
     """
     for left in reversed(range(_ATTEMPTS)):
         unfinished: Path | None = None
@@ -183,7 +183,7 @@ def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype:
             unfinished = _new_folder(out)
             with _locked(unfinished) as locked:
                 if not locked and left:
-                    continue  # another start has met it before, and removes it: see `remove_unfinished`
+                    continue  # another start has locked it first and removes it: see `remove_unfinished`
                 _write(unfinished, found, width, dtype)
                 return _renamed(unfinished, out, number)
         except (OSError, SafetensorError) as error:
@@ -197,7 +197,7 @@ def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype:
 
 
 def _new_folder(out: Path) -> Path:
-    """For a shard that is being written; whoever the umask lets read it may, which `mkdtemp` forbids."""
+    """A folder for a shard being written, with the umask's permissions: `mkdtemp` would keep other users out."""
     folder = out / f"{_UNFINISHED}{uuid.uuid4().hex}"
     folder.mkdir()
     return folder
@@ -205,7 +205,7 @@ def _new_folder(out: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Locks what is being written; False where another has locked it, to remove it."""
+    """Locks a folder being written; False if another process has locked it in order to remove it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         yield _lock(handle, shared=True, otherwise=True)
@@ -214,7 +214,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _renamed(unfinished: Path, out: Path, number: int) -> bool:
-    """Commits what is written; False where somebody was faster."""
+    """Commits a written folder by renaming it; False if another writer was faster."""
     folder = _folder(out, number)
     for left in reversed(range(_ATTEMPTS)):
         try:
@@ -237,7 +237,7 @@ def read(out: Path, number: int) -> list[Embedded]:
     """The inputs of one committed shard, in the order of the job.
 
     Raises:
-        InputError: there is no such shard, or it does not read.
+        InputError: there is no such shard, or it cannot be read.
     """
     import pyarrow.parquet
 
@@ -246,7 +246,7 @@ def read(out: Path, number: int) -> list[Embedded]:
         index = pyarrow.parquet.read_table(folder / INDEX).to_pylist()
         with safe_open(folder / ROWS, framework="pt") as file:
             rows = file.get_tensor("rows")
-    except Exception as error:  # whatever parquet and safetensors raise for files that are damaged
+    except Exception as error:  # parquet and safetensors raise many kinds for damaged files
         raise InputError(f"{folder}: does not read: {first_line(error)}") from None
     found = []
     for row in index:
@@ -256,7 +256,7 @@ def read(out: Path, number: int) -> list[Embedded]:
 
 
 def check_committed(out: Path, number: int, inputs: int) -> None:
-    """Raises InputError where a committed shard does not read, or is not of so many inputs; its rows are not read."""
+    """Raises InputError if a committed shard cannot be read or has another number of inputs; rows are not read."""
     import pyarrow.parquet
 
     folder = _folder(out, number)
@@ -274,13 +274,13 @@ def check_committed(out: Path, number: int, inputs: int) -> None:
 
 
 def count(out: Path, number: int) -> tuple[int, int]:
-    """How many inputs a committed shard has, and how many of them are errors. Raises InputError as `read` does."""
+    """How many inputs a committed shard has, and how many have an error. Raises InputError as `read` does."""
     said = _columns(out, number, "error")
     return len(said), sum(map(any, said))
 
 
 def failed(out: Path, numbers: Iterable[int], most: int) -> list[Failed]:
-    """The first inputs of committed shards that are errors, in the job's order. Raises InputError as `read` does."""
+    """The first inputs of committed shards with an error, in the job's order. Raises InputError as `read` does."""
     found: list[Failed] = []
     for number in sorted(committed(out) & set(numbers)):
         if len(found) >= most:
@@ -290,7 +290,7 @@ def failed(out: Path, numbers: Iterable[int], most: int) -> list[Failed]:
 
 
 def _columns(out: Path, number: int, *names: str) -> list[tuple[Any, ...]]:
-    """Columns of a shard's index, a tuple a row."""
+    """Columns of a shard's index, one tuple per row."""
     import pyarrow.parquet
 
     try:
@@ -305,12 +305,12 @@ def _folder(out: Path, number: int) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether both files are there; a folder without them is no shard, whoever made it."""
+    """Whether a folder holds both files of a shard."""
     return (folder / INDEX).is_file() and (folder / ROWS).is_file()
 
 
 def _is_half(folder: Path) -> bool:
-    """Whether a folder holds some of a shard's files and nothing else, as a copy that was cut off leaves it."""
+    """Whether a folder holds only some of a shard's files, as an interrupted copy leaves it."""
     return folder.is_dir() and {path.name for path in folder.iterdir()} < {INDEX, ROWS}
 
 
@@ -332,14 +332,14 @@ def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dty
         {"rows": torch.cat([torch.empty(0, width, dtype=dtype, device="cpu"), *parts]).contiguous()}, folder / ROWS
     )
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / INDEX)
-    with contextlib.suppress(PermissionError):  # a file system whose modes nobody changes
-        shutil.copymode(folder / INDEX, folder / ROWS)  # safetensors lets nobody else read it, whatever the umask says
+    with contextlib.suppress(PermissionError):  # some file systems refuse changes of modes
+        shutil.copymode(folder / INDEX, folder / ROWS)  # safetensors ignores the umask and keeps other users out
     for path in (folder / ROWS, folder / INDEX, folder):
         _sync(path)
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of files, is on the disk."""
+    """Waits until a file, or a folder's listing, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -348,7 +348,7 @@ def _sync(path: Path) -> None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Writes a file that appears whole; one that is there by then stays as it is."""
+    """Writes a file that appears whole; if another has appeared meanwhile, that one stays."""
     for left in reversed(range(_ATTEMPTS)):
         other = path.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}-{path.name}")
         try:
@@ -368,7 +368,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _link(whole: Path, path: Path) -> None:
-    """Gives a file its name, unless another has it."""
+    """Gives the file `whole` the name `path`, unless another file has it."""
     try:
         os.link(whole, path)
     except FileExistsError:

@@ -10,11 +10,11 @@ from fusedvit.errors import first_line
 from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, is_one_source, load_one, raise_of_machine, rgb_of
 
 PATHS = ("path", "file", "image_path")
-COLUMNS = ("image", "bytes", *PATHS)  # the first that a batch or a table has is read
+COLUMNS = ("image", "bytes", *PATHS)  # the first of these in a batch or a table is read
 
 
 def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
-    """The sources; raises ValueError where they are not as many as names, at once where their number is known."""
+    """The sources. Raises ValueError if their number is not that of the names: at once if they have a length."""
     expected = f"fusedvit: embed: a name of each source expected, got {names} names and"
     if isinstance(sources, Sized) and len(sources) != names:
         raise ValueError(f"{expected} {len(sources)} sources")
@@ -29,7 +29,7 @@ def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
 
 
 def several(sources: Any) -> Iterable[Source]:
-    """The sources; one alone as a list of it. Raises TypeError for what is no source."""
+    """The sources, a single one as a list. Raises TypeError if there are none."""
     if is_one_source(sources):
         return [sources]
     if not _has_values(sources):
@@ -40,7 +40,7 @@ def several(sources: Any) -> Iterable[Source]:
 
 
 def columns_of(batch: Any) -> list[str]:
-    """The names of a batch's columns. Raises TypeError for what has none."""
+    """The names of a batch's columns. Raises TypeError if `batch` has no columns."""
     names = batch.column_names if _is_arrow(batch) else batch.keys() if hasattr(batch, "keys") else None
     if names is None:
         raise TypeError(
@@ -50,8 +50,8 @@ def columns_of(batch: Any) -> list[str]:
 
 
 def with_columns(batch: Any, added: dict[str, list[Any]], several: bool) -> Any:
-    """The batch and the columns, which take the place of others of their names: a dictionary, or an Arrow table, whose
-    other columns and metadata stay as they are. `several` says whether embeddings are vectors, or one is."""
+    """The batch with the columns `added`, which replace columns of their names: a dictionary, or an Arrow table whose
+    other columns and metadata stay as they are. `several`: an embedding is several vectors, not one."""
     if not _is_arrow(batch):
         return {**batch, **added}
     import pyarrow
@@ -68,12 +68,12 @@ def with_columns(batch: Any, added: dict[str, list[Any]], several: bool) -> Any:
 
 
 def _is_arrow(batch: Any) -> bool:
-    """Whether a batch is a table, or a batch of rows, of Arrow's."""
+    """Whether a batch is an Arrow table or an Arrow record batch."""
     return hasattr(batch, "column_names") and hasattr(batch, "schema")
 
 
 def check_many(column: str, values: Any) -> None:
-    """Raises TypeError where a column holds something else than a value of each row."""
+    """Raises TypeError unless a column holds one value per row."""
     if is_one_row(values):
         got = f"one value, {type(values).__name__}; call with batches"
     elif not _has_values(values):
@@ -84,7 +84,7 @@ def check_many(column: str, values: Any) -> None:
 
 
 def _has_values(several: Any) -> bool:
-    """Whether it can be iterated, also by numbers alone."""
+    """Whether `several` can be iterated, be it by `__getitem__` alone."""
     try:
         iter(several)
     except TypeError:
@@ -93,7 +93,7 @@ def _has_values(several: Any) -> bool:
 
 
 def is_one_row(values: Any) -> bool:
-    """Whether a column holds one image instead of a list of them: a path, a file's bytes, a picture or its pixels."""
+    """Whether a column holds a single image instead of a list: a path, a file's bytes, a picture or its pixels."""
     if isinstance(values, np.ndarray):
         return values.ndim == 0 or (values.ndim == 3 and values.shape[-1] == 3)
     one = (str, os.PathLike, bytes, bytearray, memoryview, Mapping)
@@ -101,9 +101,9 @@ def is_one_row(values: Any) -> bool:
 
 
 def content_of(value: Any) -> Any:
-    """A file's bytes, else its path, of Arrow's value or of {"bytes": …, "path": …}. A path beside bytes is not asked
-    for: it may be in any encoding. Raises what Arrow does for a value that does not convert."""
-    while hasattr(value, "as_py") and hasattr(value, "value"):  # a dictionary's, or an extension's
+    """A file's bytes, else its path, from an Arrow value or {"bytes": …, "path": …}. Where there are bytes the path is
+    not converted, as it may be in any encoding. Raises Arrow's error for a value that does not convert."""
+    while hasattr(value, "as_py") and hasattr(value, "value"):  # of a dictionary or extension type
         value = value.value
     if isinstance(value, Mapping):  # Arrow's structs too
         parts = (content_of(value[name]) for name in ("bytes", "path") if name in value)
@@ -112,7 +112,7 @@ def content_of(value: Any) -> Any:
 
 
 def source_of(value: Any) -> Source:
-    """A row's value as a source of pixels; an error where it is none."""
+    """A row's value as a source of pixels; a `MediaError` if it is none."""
     try:
         value = content_of(value)
     except Exception as error:  # text that is not UTF-8, which Arrow does not check
@@ -122,7 +122,7 @@ def source_of(value: Any) -> Source:
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
         try:
             return rgb_of(value)
-        except Exception as error:  # a file that is read only now, and damaged
+        except Exception as error:  # Pillow reads the file only now, and it is damaged
             raise_of_machine(error, "an image")
             return MediaError(f"an image that does not decode ({type(error).__name__})")
     if isinstance(value, SOURCES):
@@ -131,7 +131,7 @@ def source_of(value: Any) -> Source:
 
 
 def image_of(source: Source, limits: Limits | None, index: int) -> Any:
-    """A Pillow image, or what is wrong with the source."""
+    """A Pillow image, or the source's error."""
     from PIL import Image
 
     try:

@@ -1,8 +1,8 @@
 """A process of a job on several GPUs: `python -m fusedvit.corpus.worker JOB`, started by `job.run`.
 
-Shard numbers come on standard input, a line each, when the process asks for them; a negative one ends it,
-and the end of standard input at once.
-Messages go to standard output, a JSON document a line: {"next": true}, {"done": {...}}, {"error": "..."}.
+The process asks for shard numbers and reads them from standard input, one per line. A negative number ends it after its
+work; the end of standard input ends it at once.
+Messages go to standard output, one JSON document per line: {"next": true}, {"done": {...}}, {"error": "..."}.
 """
 
 import json
@@ -23,11 +23,11 @@ from fusedvit.errors import InputError, UnsupportedModel, first_line
 
 
 def main() -> int:
-    """Does shards until it is told none."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    """Embeds shards until the parent sends a negative number."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends this process
     job = Job(**json.loads(sys.argv[1]))
     said = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever prints does not speak to the parent
+    os.dup2(2, 1)  # prints of other code must not reach the parent
 
     def say(**message: object) -> None:
         said.write(json.dumps(message) + "\n")
@@ -54,12 +54,12 @@ def main() -> int:
         say(error=first_line(error))
         return 2
     except BrokenPipeError:
-        return 2  # nobody listens
+        return 2  # the parent is gone
     return 0
 
 
 def _listen(told: "SimpleQueue[int]") -> None:
-    """Passes on what the parent says; ends the process when the parent is gone, whatever it is doing."""
+    """Passes on the parent's numbers; ends the process at once when the parent is gone."""
     for line in sys.stdin:
         told.put(int(line))
     os._exit(2)

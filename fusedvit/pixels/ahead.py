@@ -1,4 +1,4 @@
-"""Work that runs ahead in threads: each result in its order, and errors behind what came before them."""
+"""Work that runs ahead in threads: results come in order, and an error comes after the results before it."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,8 +11,8 @@ Result = TypeVar("Result")
 def started_ahead(
     pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]], ahead: int
 ) -> Iterator["Future[Result]"]:
-    """Each call in its order, begun in the pool when the one `ahead` places before it is asked for; an error of `calls`
-    comes behind the calls before it."""
+    """Futures of `calls` in order; up to `ahead` calls run in the pool before their future is asked for. If iterating
+    `calls` fails, the futures before the error come first."""
     tasks: deque[Future[Result]] = deque()
     met: list[Exception] = []
     for call in until_error(calls, met):
@@ -25,7 +25,7 @@ def started_ahead(
 
 
 def until_error(values: Iterable[Result], met: list[Exception]) -> Iterator[Result]:
-    """The values before the first error, which goes into `met`: what waits of them comes out before it is raised."""
+    """The values before the first error. The error goes into `met`, to be raised once these values are used."""
     try:
         yield from values
     except Exception as error:
@@ -33,6 +33,6 @@ def until_error(values: Iterable[Result], met: list[Exception]) -> Iterator[Resu
 
 
 def raise_met(met: Sequence[Exception]) -> None:
-    """Raises what `until_error` has put into `met`, if anything."""
+    """Raises the error that `until_error` has put into `met`, if any."""
     for error in met:
         raise error

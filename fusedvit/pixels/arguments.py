@@ -1,4 +1,4 @@
-"""Checks of what the public functions of `fusedvit.pixels` are given."""
+"""Checks of the arguments of `fusedvit.pixels`' public functions."""
 
 from numbers import Integral
 from typing import Any
@@ -18,7 +18,7 @@ def check_counts(**given: Any) -> None:
 
 
 def device_named(device: Any) -> torch.device:
-    """torch's device of that name. Raises ValueError or TypeError where torch knows none."""
+    """`torch.device(device)`. Raises ValueError or TypeError where torch knows no such device."""
     try:
         return torch.device(device)
     except RuntimeError:
@@ -28,7 +28,7 @@ def device_named(device: Any) -> torch.device:
 
 
 def usable_device(device: Any) -> torch.device:
-    """The CPU or a GPU that is here; the current GPU, if there is one, for None. Raises ValueError for others."""
+    """The CPU or a GPU that torch sees; for None the current GPU, if any. Raises ValueError for other devices."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")

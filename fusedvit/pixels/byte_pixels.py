@@ -1,9 +1,9 @@
 """Patches as bytes, under a mark that says how Hugging Face's processor would have normalised them.
 
-A fused tower takes them as they are and folds the normalisation into its weights: an eighth of the bytes of fp32
-patches for a still image, a quarter for video. Hugging Face's models cast pixels, move them, split them and put them
-together before the tower sees them. What moves whole rows keeps bytes and mark; a cast is remembered and left undone;
-anything that would compute with the bytes raises TypeError, so that nobody takes 0 to 255 for normalised values.
+A fused tower takes the bytes as they are and folds the normalisation into its weights: an eighth of the bytes of fp32
+patches for a still image, a quarter for video. Hugging Face's models cast, move, split and concatenate pixels before
+the tower sees them. Operations that move whole rows keep bytes and mark; casts are recorded and not carried out; any
+operation that would compute with the bytes raises TypeError, lest 0 to 255 be taken for normalised values.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ _FLOATS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bflo
 class BytePixels(torch.Tensor):
     """uint8 patches `[…, width]` with their normalisation: all frames, or the one frame of still images.
 
-    Made by `mark`. `is_floating_point()` is True, as it is of the pixels that they stand for, so that whoever casts
-    floats alone casts them too.
+    `mark` creates them. `is_floating_point()` is True, as for the normalised pixels, so that code which casts only
+    floats casts these, too.
 
     Attributes:
-        normalization: what Hugging Face's processor would have done.
-        still: a row holds one frame, `[channels, patch, patch]`, which all frames of the patch equal.
-        casts: dtypes that they were cast to since, one after another.
+        normalization: the normalisation that Hugging Face's processor would have applied.
+        still: a row holds one frame, `[channels, patch, patch]`, which stands for all frames of the patch.
+        casts: the dtypes that the pixels were cast to since, in order.
     """
 
     normalization: Normalization
@@ -69,7 +69,7 @@ class BytePixels(torch.Tensor):
         return self._bytes  # a view of it would take the tower's call 5 us
 
     def pixels(self) -> torch.Tensor:
-        """What Hugging Face's processor and the casts since would have made, bit for bit: fp32 if there were none.
+        """Normalised pixels, bit for bit those of Hugging Face's processor and the casts since; fp32 without casts.
 
         Returns:
             `[…, channels · temporal_patch · patch · patch]`, a plain tensor.
@@ -115,7 +115,7 @@ class BytePixels(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        """What does not ask `__torch_function__`: `torch.as_tensor`, `torch.tensor`, vmap, code in C++."""
+        """Refuses operations that bypass `__torch_function__`: `torch.as_tensor`, `torch.tensor`, vmap, C++ code."""
         raise _refused(str(func))
 
 
@@ -127,12 +127,13 @@ def _plainly() -> Iterator[None]:
 
 
 def as_floats(pixels: Any) -> Any:
-    """What Hugging Face would have made of marked bytes; anything else as it is."""
+    """The normalised pixels of marked bytes; anything else as it is."""
     return pixels.pixels() if isinstance(pixels, BytePixels) else pixels
 
 
 def _refuse_operators() -> None:
-    """Python's operators: torch turns a TypeError within them into Python's own answer, of `x == y` into False."""
+    """Defines Python's operators, since torch turns a TypeError inside its own into Python's default: `x == y` is
+    False."""
     names = [f"__{side}{name}__" for name in _OPERATORS.split(",") for side in ("", "r", "i")]
     for name in (*names, *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "divmod", "rdivmod"))):
 
@@ -144,7 +145,7 @@ def _refuse_operators() -> None:
 
 
 def _name_of(func: Any) -> str:
-    """The function's name; of an attribute that is read a dot and its name, of one that is set what is done to it."""
+    """A function's name; ".name" where an attribute is read, "setting name" or "deleting name" where it is changed."""
     name: str = getattr(func, "__name__", str(func))
     if name not in _ACCESSES:
         return name
@@ -170,19 +171,20 @@ def _marked(result: Any, like: BytePixels, casts: tuple[torch.dtype, ...] | None
 
 
 def _first(name: str, args: Any) -> BytePixels:
-    """The tensor that a function is called on. Raises TypeError where that is not the marked one."""
+    """The tensor that a function is called on. Raises TypeError if it is not marked: then another argument is."""
     if not args or not isinstance(args[0], BytePixels):
         raise _refused(name, " as its argument")
     return args[0]
 
 
 def _fact(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What is no pixel: shapes, places, flags."""
+    """Facts that do not depend on pixel values: shapes, addresses, flags."""
     return func(*args, **kwargs)
 
 
 def _without_gradient(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`requires_grad = False`, as a reentrant checkpoint says of what it has detached: no bytes have a gradient."""
+    """`requires_grad = False`, which reentrant checkpointing sets on detached inputs. True is refused: bytes have no
+    gradient."""
     name = _name_of(func)
     x = _first(name, args)
     wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
@@ -192,12 +194,12 @@ def _without_gradient(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Copies and views of everything."""
+    """Copies and views of the whole tensor."""
     return _marked(func(*args, **kwargs), _first(_name_of(func), args))
 
 
 def _cast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`to`, `type`, `float`, …: moves the bytes, and remembers the dtype."""
+    """`to`, `type`, `float`, …: moves the bytes and records the dtype."""
     name = _name_of(func)
     x = _first(name, args)
     if name == "type" and len(args) == 1 and not kwargs:
@@ -230,7 +232,7 @@ def _stands_for(x: torch.Tensor) -> torch.dtype:
 
 
 def _shaped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Other leading dimensions: whatever leaves rows of the same width leaves rows whole."""
+    """Changes of the leading dimensions. A result with rows of the same width still has whole rows."""
     x = _first(_name_of(func), args)
     if any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values())):
         raise _refused(_name_of(func), " to another dtype")
@@ -241,7 +243,7 @@ def _shaped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _along(position: int, default: int | None = 0) -> _Rule:
-    """Functions along a dimension, the argument at `position`: any but the last."""
+    """The rule of functions along a dimension, their argument at `position`; the last dimension is refused."""
 
     def rule(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = _name_of(func)
@@ -276,7 +278,7 @@ def _joined(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _padded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`functional.pad` with rows of bytes of 0, which are to be cut off again."""
+    """`functional.pad` with whole rows of zero bytes, which the caller cuts off again."""
     x, given = _first("pad", args), dict(zip(("pad", "mode", "value"), args[1:], strict=False)) | kwargs
     if tuple(given["pad"][:2]) != (0, 0) or given.get("mode", "constant") != "constant" or given.get("value"):
         raise _refused("pad", f" by {given}")
@@ -284,7 +286,7 @@ def _padded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _indexed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`x[index]`, where the last dimension is left whole."""
+    """`x[index]` with an index that keeps the last dimension whole."""
     x, index = _first("indexing", args), args[1]
     parts = list(index) if isinstance(index, tuple) or _is_tuple_to_torch(index) else [index]
     rest = [slice(None)] * (x.ndim - sum(map(_dims_of, parts)))
@@ -297,13 +299,13 @@ def _indexed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_tuple_to_torch(index: Any) -> bool:
-    """Whether `index` is a list that torch takes for a tuple."""
+    """Whether `index` is a list that torch treats as a tuple."""
     kinds = torch.Tensor | Sequence | slice | type(None) | type(...)
     return isinstance(index, list) and any(isinstance(part, kinds) for part in index)
 
 
 def _dims_of(part: Any) -> int:
-    """Dimensions that a part of an index takes."""
+    """How many dimensions one part of an index consumes."""
     if part is None or part is ... or isinstance(part, bool):
         return 0
     return part.ndim if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) else 1

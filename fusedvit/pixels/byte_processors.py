@@ -1,7 +1,7 @@
-"""Subclasses of Hugging Face's image and video processors that give bytes, and one call of such a processor.
+"""Subclasses of Hugging Face's image and video processors that return bytes, and one call of such a processor.
 
-Sizes, grids and the order of a video's frames are decided by the processor's own code, which runs on images that have a
-shape alone. What an argument changes beyond that leads to the backend's own code on the CPU, or to the original code.
+The processor's own code decides sizes, grids and the order of a video's frames; it runs on images that have a shape and
+no pixels. Calls whose arguments need more run the backend's own code on the CPU, or the original code.
 """
 
 import functools
@@ -28,7 +28,7 @@ _BICUBIC = 3  # of Pillow and transformers
 
 @dataclass(frozen=True)
 class Home:
-    """Where a swapped processor computes when a call does not say."""
+    """Where a swapped processor computes if a call does not name a device."""
 
     device: torch.device | None  # None: the current GPU if there is one
     process: int
@@ -36,7 +36,7 @@ class Home:
     checking: bool = False  # on a CPU the reference of our kernels runs
 
     def resolve(self, asked: Any) -> torch.device:
-        """In another process than the one that swapped, which may be a fork, and in a DataLoader's workers: the CPU."""
+        """The device to compute on: the CPU in DataLoader workers and in any process but the one that swapped."""
         if asked is not None:
             device = torch.device(asked)
         elif os.getpid() != self.process or torch.utils.data.get_worker_info() is not None:
@@ -60,16 +60,16 @@ def _has_gpu() -> bool:
 
 
 class Decision(NamedTuple):
-    """What a processor makes of an image's shape: (t, h, w) in patches, and the size resized to; None where something
-    else than the backend's method has changed that."""
+    """A processor's decision for an image's shape: the grid (t, h, w) in patches, and the size to resize to; None where
+    other code than the backend's `resize` has changed the size."""
 
     grid: tuple[int, int, int]
     size: tuple[int, int] | None
 
 
 class Classes(NamedTuple):
-    """Subclasses of a processor's class. swapped: what it becomes; sizes: decides and resizes nothing; host: resizes
-    with the backend's own code and cuts bytes into patches."""
+    """Subclasses of a processor's class. swapped: the class that `swap` assigns; sizes: decides sizes without resizing;
+    host: resizes with the backend's own code and cuts bytes into patches."""
 
     original: Any
     swapped: Any
@@ -93,7 +93,7 @@ def classes_of(original: Any) -> Classes:
 
 
 def _sizes_class(original: Any, backend: Backend, still: bool) -> Any:
-    """`original` on images that have a shape alone; `resized` is the size that it decides on."""
+    """`original` for images without pixels; its `resized` is the size that `original` decides on."""
 
     def resize(self: Any, image: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
         self.resized = size.height, size.width
@@ -116,10 +116,10 @@ def _shape_alone(shape: Sequence[int]) -> np.ndarray:
 
 
 def _host_class(original: Any, still: bool) -> Any:
-    """`original`, but for stills cut into patches of one frame, whatever the dtype."""
+    """`original`, except that it cuts stills into patches of one frame, of any dtype."""
 
     def patchify(self: Any, images: Any, patch_size: int, merge_size: int, **kwargs: Any) -> Any:
-        merge, patch = int(merge_size), int(patch_size)  # einops keeps what it made of 1.0, and uses it for 1
+        merge, patch = int(merge_size), int(patch_size)  # einops' cache takes 1 and 1.0 for one key
         sides = {"mh": merge, "mw": merge, "ph": patch, "pw": patch}
         h, w = (side // patch_size for side in images.shape[-2:])
         return rearrange(images, "... c (h mh ph) (w mw pw) -> ... (h w mh mw) (c ph pw)", **sides), h, w
@@ -127,14 +127,14 @@ def _host_class(original: Any, still: bool) -> Any:
     def image_patchify(self: Any, image: Any = None, images: Any = None, **kwargs: Any) -> Any:
         given = image if images is None else images
         if any(side % (kwargs["patch_size"] * kwargs["merge_size"]) for side in given.shape[-2:]):
-            return original.patchify(self, given, **kwargs)  # which says what is wrong with it
+            return original.patchify(self, given, **kwargs)  # raises the error for this size
         return patchify(self, given, **kwargs)
 
     return type(original.__name__, (original,), {"patchify": image_patchify} if still else {})
 
 
 def _methods(classes: Classes) -> dict[str, Any]:
-    """What a swapped class has of its own, besides the intake of images."""
+    """The methods that a swapped class overrides."""
     original = classes.original
 
     def preprocess(self: Any, images: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def _methods(classes: Classes) -> dict[str, Any]:
             found = _bytes_of(classes, self, given, kwargs, home, home.resolve(asked))
             if found is not None:
                 return found
-        if home is not None and classes.kind.backend.name == "torchvision":  # as its own intake leaves them
+        if home is not None and classes.kind.backend.name == "torchvision":  # as torchvision's own intake would
             given = [image.contiguous() if asked is None else image.contiguous().to(asked) for image in given]
         return original._preprocess(self, given, *args, **kwargs)
 
@@ -155,7 +155,7 @@ def _methods(classes: Classes) -> dict[str, Any]:
         return saved
 
     def reduce(self: Any, protocol: Any) -> Any:
-        if type(self) is not classes.swapped:  # somebody's subclass
+        if type(self) is not classes.swapped:  # a user's subclass
             return original.__reduce_ex__(self, protocol)
         return _rebuild, (original,), self.__dict__.copy()
 
@@ -163,9 +163,8 @@ def _methods(classes: Classes) -> dict[str, Any]:
 
 
 def _intake(classes: Classes) -> dict[str, Any]:
-    """Images taken as they lie in memory where our kernels will read them: nothing is moved or transposed on the CPU.
-
-    Only in place of the backend's own methods, not of a model's.
+    """Intake methods that leave images as they lie in memory where our kernels will read them: the CPU neither moves
+    nor transposes them. They replace the backend's own methods only, never those of a model's processor.
     """
     original = classes.original
     of_base = not classes.kind.still and original._prepare_input_videos is _base_of_videos()._prepare_input_videos
@@ -207,12 +206,12 @@ def _base_of_videos() -> Any:
 
 
 def _rebuild(original: Any) -> Any:
-    """An empty swapped processor, for copy and pickle to fill."""
+    """An empty swapped processor, which copy and pickle fill."""
     return object.__new__(classes_of(original).swapped)
 
 
 class _Videos(list[torch.Tensor]):
-    """Prepared videos, and the device that the call asked for or None, which the original code does not pass on."""
+    """Prepared videos with the call's device (or None), which the original code does not pass on."""
 
     def __init__(self, videos: Any, device: Any) -> None:
         super().__init__(videos)
@@ -220,9 +219,9 @@ class _Videos(list[torch.Tensor]):
 
 
 def _rgb(image: Any, layout: Any, axes: int) -> np.ndarray | None:
-    """A view with the channels before the height, of what every version takes for 8-bit RGB with channels last.
+    """A view with the channels before the height, if every transformers takes `image` for 8-bit RGB with channels last.
 
-    axes: 3 of an image, 4 of a video; the original code sees what has more or fewer.
+    axes: 3 for an image, 4 for a video. Anything else gives None and goes to the original code.
     """
     if layout not in (None, CHANNELS_LAST):
         return None
@@ -230,13 +229,13 @@ def _rgb(image: Any, layout: Any, axes: int) -> np.ndarray | None:
         image = np.array(image)
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != axes or image.shape[-1] != 3:
         return None
-    if layout is None and image.shape[-3] in (1, 3, 4):  # rows that the original code takes for channels
+    if layout is None and image.shape[-3] in (1, 3, 4):  # the original code would take rows for channels
         return None
-    return image.transpose(*range(image.ndim - 3), -1, -3, -2)  # a tenth of what numpy's moveaxis takes
+    return image.transpose(*range(image.ndim - 3), -1, -3, -2)  # in a tenth of moveaxis' time
 
 
 def _tensor(image: np.ndarray) -> torch.Tensor:
-    """The array as a tensor, of its memory if it may be written, as torch demands."""
+    """The array as a tensor. Memory is shared only if it is writable, as torch demands."""
     return torch.from_numpy(image if image.flags.writeable else image.copy())
 
 
@@ -271,7 +270,7 @@ def _is_bytes(image: Any, axes: int, channels: int) -> bool:
 
 @functools.cache
 def _bicubic() -> tuple[Any, ...]:
-    """What `resample` may be for a bicubic filter."""
+    """The values of `resample` that mean a bicubic filter."""
     from transformers.utils import is_torchvision_available
 
     if not is_torchvision_available():
@@ -289,7 +288,7 @@ def as_class(cls: Any, part: Any) -> Any:
 
 
 def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
-    """The outputs, computed by our kernels; None where they do not do what is asked for."""
+    """The outputs, computed by our kernels; None where the kernels cannot do what is asked for."""
     from transformers import BatchFeature
 
     if not kwargs.get("do_resize") or kwargs.get("resample") not in _bicubic():
@@ -315,8 +314,8 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
 
 
 def _decide(classes: Classes, part: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Decision:
-    """By the processor's own code, on an image that has this shape and no pixels."""
-    if classes.kind.still:  # whose code reads no more than its arguments
+    """The decision of the processor's own code, on an image of this shape without pixels."""
+    if classes.kind.still:  # an image processor's code reads only its arguments, so the decision is cached
         try:
             return _decide_still(classes, as_checked(classes.original), shape, tuple(kwargs.items()))
         except TypeError:  # an argument that cannot be a key
@@ -340,7 +339,7 @@ def _decided(classes: Classes, attributes: dict[str, Any], shape: tuple[int, ...
     found = sizes._preprocess([image], **kwargs | {"return_tensors": None})
     t, h, w = (int(n) for n in found[classes.kind.outputs[1]][0])
     room = h * kwargs["patch_size"], w * kwargs["patch_size"]
-    # ints, whatever the arguments were: equal arguments of another kind share this
+    # ints, whatever the arguments were: the cache shares this with equal arguments of other types
     size = (int(sizes.resized[0]), int(sizes.resized[1])) if sizes.resized else (shape[-2], shape[-1])
     fits = size == room if sizes.resized is None else all(n <= most for n, most in zip(size, room, strict=True))
     return Decision((t, h, w), size if fits else None)

@@ -1,10 +1,10 @@
-"""Whether a video's file is as long as its container says. FFmpeg reads what is there and takes its end for the end.
+"""Whether a video's file is as long as its container says: FFmpeg takes the end of a cut-off file for the video's end.
 
     MP4, MOV    the boxes that follow one another each say their length
     Matroska    the segment, which holds everything else, says its length, unless it was written as a live stream
     AVI         the RIFF lists that follow one another each say their length
 
-What says nothing, or what nobody could have written, passes.
+A file that states no length, or an impossible one, passes.
 """
 
 import os
@@ -12,19 +12,19 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 _BOXES = frozenset((b"ftyp styp moov moof mdat mfra sidx ssix prft emsg meta free skip wide uuid udta pdin").split())
-_PADDING = frozenset((b"free", b"skip", b"wide"))  # nothing is lost with their ends
+_PADDING = frozenset((b"free", b"skip", b"wide"))  # losing their ends loses nothing
 _EBML, _SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"
-_PARTS = 100_000  # that are looked at: a file of nothing but heads would take minutes
+_PARTS = 100_000  # the most that are read: a file of nothing but headers would take minutes
 _RIFF_SLACK = 8  # bytes; some writers count the list's own header
-_STREAMED = (0, 0xFFFFFFFF)  # lengths of a RIFF list whose writer could not go back
+_STREAMED = (0, 0xFFFFFFFF)  # lengths of a RIFF list whose writer could not seek back
 
 
 def missing_bytes(file: BinaryIO, container: str) -> int:
-    """How many bytes `file` lacks of what it says it has; 0 where none, or where that cannot be told.
+    """How many bytes `file` lacks of the length it states; 0 where none, or where that is unknown.
 
     Args:
-        file: anywhere; it is left anywhere.
-        container: FFmpeg's name of it.
+        file: at any position, which this changes.
+        container: FFmpeg's name of the container.
     """
     size = file.seek(0, os.SEEK_END)
     end = _ENDS[container](file, size) if container in _ENDS else 0
@@ -38,9 +38,9 @@ def _end_of_boxes(file: BinaryIO, size: int) -> int:
         if len(head) < 8:
             break
         length, kind = int.from_bytes(head[:4], "big"), head[4:8]
-        if length == 1:  # it is 64 bits long, behind the name
+        if length == 1:  # the length follows the name, in 64 bits
             length = int.from_bytes(head[8:], "big")
-        if kind not in _BOXES or length < 8:  # to the end of the file, or something that was added behind it
+        if kind not in _BOXES or length < 8:  # a box to the end of the file, or appended data
             return 0
         at += length
         if at > size:
@@ -62,7 +62,7 @@ def _end_of_segment(file: BinaryIO, size: int) -> int:
 
 
 def _ebml_number(data: bytes) -> tuple[int | None, int]:
-    """A length of EBML and how many bytes it takes; None where it is left open."""
+    """An EBML length and how many bytes it takes; None where the length is left open."""
     width = 9 - data[0].bit_length() if data else 9
     if width > min(8, len(data)):
         return None, 0

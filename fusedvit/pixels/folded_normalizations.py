@@ -1,4 +1,4 @@
-"""The normalisations of bytes that a tower's weights have folded in: pixels of these stay bytes until a kernel reads
+"""The normalisations that are folded into a tower's weights: pixels with one of them stay bytes until a kernel reads
 them."""
 
 import torch
@@ -9,10 +9,10 @@ from fusedvit.pixels.byte_pixels import BytePixels
 
 
 class FoldedNormalizations:
-    """One for still images and one for all frames, the first of each that is expected or brought.
+    """One normalisation for still images and one for all frames: the first of each that `expect` or a call brings.
 
     Attributes:
-        known: by whether they are of still images; weights are prepared with these.
+        known: the folded normalisations, by whether they are for still images; weights are prepared with them.
     """
 
     def __init__(self, spec: VisionSpec, family: str) -> None:
@@ -25,10 +25,10 @@ class FoldedNormalizations:
         self._family = family
 
     def expect(self, normalization: Normalization, still: bool) -> bool:
-        """Folds a normalisation into weights, now or when they are prepared; whether it is the one that is folded.
+        """Has a normalisation folded into the weights unless another is already; returns whether it is the folded one.
 
         Raises:
-            ValueError: patches of another layout than the tower's.
+            ValueError: its patches have another layout than the tower's.
         """
         spec, folded = self._spec, self.known
         if folded.get(still) == normalization:
@@ -42,7 +42,7 @@ class FoldedNormalizations:
         return folded.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
 
     def taken(self, pixels: BytePixels) -> torch.Tensor:
-        """What the encoder takes of them: bytes where their normalisation is in the weights, else floats."""
+        """The encoder's input: bytes where the normalisation of `pixels` is in the weights, else floats."""
         if self._spec.padded:
             return pixels.pixels()
         normalization, still = pixels.normalization, pixels.still

@@ -1,10 +1,10 @@
-"""Formats of images and videos that are decoded, by suffix and by how a file begins."""
+"""Formats of images and videos that are decoded, by suffix and by a file's first bytes."""
 
 _COMMON = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-# Pillow runs Ghostscript on EPS, which holds a program; others it only recognises, or decodes on Windows alone.
+# Pillow runs Ghostscript on EPS, which is a program; it only recognises the others, or decodes them on Windows alone.
 NO_IMAGES = frozenset(("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"))
-_OPENED_AS = {"MPO": "JPEG"}  # formats with a suffix of their own that the plugin of another opens
-# suffix -> what FFmpeg calls the format
+_OPENED_AS = {"MPO": "JPEG"}  # formats that another format's plugin opens
+# suffix -> FFmpeg's name of the format
 VIDEO_FORMATS = {
     **dict.fromkeys((".mp4", ".m4v", ".3gp", ".3g2"), "mp4"),
     **dict.fromkeys((".mov", ".qt"), "mov"),
@@ -19,8 +19,8 @@ _PICTURES = frozenset((b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"h
 
 
 def suffixes() -> frozenset[str]:
-    """Suffixes, in lower case, of images that the installed Pillow decodes, also by plugins that are registered with
-    it, and of videos."""
+    """Suffixes, in lower case, of videos and of images that the installed Pillow decodes, registered plugins
+    included."""
     from PIL import Image
 
     decoded = set(image_formats())
@@ -29,7 +29,7 @@ def suffixes() -> frozenset[str]:
 
 
 def image_formats() -> tuple[str, ...]:
-    """As Pillow calls those that it decodes and has a suffix of, in the order in which it tries them."""
+    """Pillow's names of the formats that it decodes and has a suffix for, in the order in which it tries them."""
     from PIL import Image
 
     named = dict.fromkeys((*_COMMON, *Image.registered_extensions().values()))

@@ -1,9 +1,9 @@
 """Files and bytes of images and videos, decoded within limits and in threads; pixels are taken as they are.
 
-Pillow finds an image's format in the file, among those that it decodes itself. A video's decoder goes by the suffix
-alone (without one, and of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open
-anything else. Colours and rotation are those of transformers' `load_image` and of the processor that is given its
-picture. Nothing is downloaded.
+Pillow finds an image's format in the file, among the formats that it decodes itself. The suffix alone selects a video's
+decoder (the first bytes, where there is no suffix or no file), so that a playlist posing as a video cannot make FFmpeg
+open another file. Colours and rotation are those of transformers' `load_image` followed by a processor. Nothing is
+downloaded.
 """
 
 import errno
@@ -31,8 +31,8 @@ from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, vide
 
 LONGEST_NAME = 400  # characters of a name in a message
 ERRORS = ("raise", "skip")
-# What the system says of a file; all else that it says is about the machine, also that a file may not be read: it is
-# whole, and another user or mount reads it.
+# System errors that are the file's fault. All others are the machine's, also a refused permission: the file is whole,
+# and another user or mount can read it.
 _OF_A_FILE = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
     + (errno.EINVAL, errno.EILSEQ, errno.EOVERFLOW, errno.EFBIG)
@@ -42,7 +42,7 @@ logger = logging.getLogger("fusedvit")
 
 
 class MediaError(InputError):
-    """A file that cannot be read as an image or video. index: which of the given sources."""
+    """A file that cannot be read as an image or video. index: its number among the given sources."""
 
     def __init__(self, message: str, index: int = 0) -> None:
         super().__init__(message)
@@ -50,12 +50,12 @@ class MediaError(InputError):
 
 
 class MediaTooLarge(MediaError):
-    """A file past one of the Limits; the message names the limit and what came."""
+    """A file past one of the `Limits`; the message names the limit and the file's value."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What we are willing to decode. `max_pixels` holds for an image, and for all frames kept of a video together."""
+    """Limits on what is decoded. `max_pixels` holds for an image, and for all kept frames of a video together."""
 
     max_bytes: int = 256 * 2**20
     max_pixels: int = 128 * 2**20
@@ -66,8 +66,8 @@ class Limits:
 
 
 class VideoFacts(NamedTuple):
-    """What is known of a video before any frame is decoded: sizes are those before it is turned. fps is None where the
-    file does not say."""
+    """What is known of a video before any frame is decoded. Sizes are those before rotation; fps is None where the file
+    does not state it."""
 
     frames: int
     fps: float | None
@@ -80,13 +80,13 @@ class Media:
     """A decoded image (one frame) or video.
 
     Attributes:
-        name: the file's, without its folder; of bytes, which ones they were.
+        name: the file's name without its folder; "bytes 3" or "array 3" for the source at index 3.
         kind: "image" or "video".
         frames: `[F, H, W, 3]` uint8.
-        source_frames: how many the file shows; where not all of them decode, how many do.
-        index: which of the given sources.
-        fps: of the file; None of images, and where it does not say.
-        kept: numbers of the frames among these.
+        source_frames: how many frames the file shows; where not all of them decode, how many do.
+        index: the number of this source among those given.
+        fps: the file's frame rate; None for images, and where the file does not state it.
+        kept: the numbers of `frames` among the source's frames.
     """
 
     name: str
@@ -113,19 +113,19 @@ def load(
     """Decodes images and videos in threads, in the order given.
 
     Args:
-        sources: paths, or the contents of files; or one of them. URLs are refused. Pixels are taken as they are: uint8
-            `[H, W, 3]` of an image, `[F, H, W, 3]` of the frames of a video that are wanted; and what was loaded.
-        frames: how many frames of a video to keep, spread evenly from the first to the last; or what returns their
-            numbers, ascending. It is called again with how many frames decode where those are found to be fewer.
-        limits: on the bytes, pixels and frames of each.
-        errors: "raise" the first error, or "skip" what does not decode, with a warning that names it.
-        threads: as many as there are cores if left out.
+        sources: one source or several: paths, contents of files, pixels, or results of `load`. URLs are refused. Pixels
+            are taken as they are: uint8 `[H, W, 3]` for an image, `[F, H, W, 3]` for the wanted frames of a video.
+        frames: how many frames of a video to keep, spread evenly from the first to the last; or a function that returns
+            their numbers, ascending. If fewer frames decode than expected, it is called again with the real number.
+        limits: limits on the bytes, pixels and frames of each source.
+        errors: "raise" the first error, or "skip" sources that do not decode, each with a warning that names it.
+        threads: number of threads; by default one per core.
 
     Raises:
-        MediaError: no such file, an unknown suffix, or a file that does not decode, or not to its end.
-        MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before the decoding where possible.
-        InputError: the machine fails, of open files, memory, permissions, disks or shares, whatever `errors` says.
-        TypeError, ValueError: an argument that is none of these.
+        MediaError: no such file, an unknown suffix, or a file that does not decode to its end.
+        MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before decoding where possible.
+        InputError: the machine fails (open files, memory, permissions, disks, shares), whatever `errors` says.
+        TypeError, ValueError: an argument of the wrong type or out of range.
     """
     check_options(errors, limits, threads, called=False)
     if not callable(frames):
@@ -156,7 +156,7 @@ def _loaded(
 
 
 def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
-    """Raises TypeError or ValueError where an option of `load` or `stream` is none.
+    """Raises TypeError or ValueError if an option of `load` or `stream` is invalid.
 
     Args:
         called: whether `errors` may be a function.
@@ -171,18 +171,18 @@ def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
 
 
 def is_url(path: str) -> bool:
-    """Whether it names something elsewhere; `Path` makes one slash of two."""
+    """Whether `path` is a URL; `Path` turns its two slashes into one."""
     return "://" in path[:20] or path.startswith(("http:/", "https:/"))
 
 
 def is_one_source(sources: Any) -> bool:
-    """Whether it is a source itself: arrays of anything but names are pixels."""
+    """Whether `sources` is a single source. An array is one (pixels), unless it holds names."""
     names = isinstance(sources, np.ndarray) and sources.dtype.kind in "OUS"
     return isinstance(sources, SOURCES) and not names
 
 
 def each_of(sources: Any) -> Iterable[Source]:
-    """Several sources, or one. Raises TypeError where it is neither."""
+    """The sources, where one or several are given. Raises TypeError for anything else."""
     if is_one_source(sources):
         return [sources]
     try:
@@ -193,7 +193,7 @@ def each_of(sources: Any) -> Iterable[Source]:
 
 
 def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None, index: int = 0) -> Media:
-    """`load` of one; `index` is what results and errors say."""
+    """`load` for one source; `index` is the index that results and errors carry."""
     try:
         return _load_one(source, frames, limits or Limits(), index)
     except MediaError as error:
@@ -230,9 +230,9 @@ class _Given(NamedTuple):
     """A source that may be an image or a video.
 
     Attributes:
-        name: of its `Media`.
-        shown: in messages: with the folder, as many files may have the same name.
-        video: FFmpeg's name of the format; None of an image.
+        name: the name of its `Media`.
+        shown: its name in messages, with the folder, as many files may have the same name.
+        video: FFmpeg's name of the format; None for an image.
     """
 
     name: str
@@ -260,7 +260,7 @@ def _opened(source: Source, index: int) -> _Given:
         found = path.stat()
     except FileNotFoundError:
         raise MediaError(f"{shown}: no such file") from None
-    except (OSError, ValueError, MemoryError) as error:  # too long a name, a folder not to be entered; a 0 in the name
+    except (OSError, ValueError, MemoryError) as error:  # a name too long or with a NUL, a forbidden folder
         raise_of_machine(error, shown)
         raise MediaError(f"{shown}: {getattr(error, 'strerror', None) or error}") from None
     if stat.S_ISDIR(found.st_mode):
@@ -274,7 +274,7 @@ def _opened(source: Source, index: int) -> _Given:
 
 
 def _head_of(path: Path, shown: str) -> bytes:
-    """How a file without a suffix begins."""
+    """The first bytes of a file without a suffix."""
     try:
         with path.open("rb") as file:
             return file.read(16)
@@ -290,10 +290,10 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
         with given.open() as file, Image.open(file, formats=image_formats()) as image:
             _check_limit(given.shown, "pixels", image.width * image.height, limits.max_pixels)
             ImageOps.exif_transpose(image, in_place=True)
-            # as `load_image` gives it to a processor: without alpha, but a colour of it may still be transparent
+            # as `load_image` passes it to a processor: without alpha, but one colour may still be transparent
             return rgb_of(image if image.mode == "RGB" else image.convert("RGB"))
     except Image.DecompressionBombError:
-        # Pillow's own limit came first; its message may be trusted, the file may not
+        # Pillow's own limit came first, before the size could be compared with ours
         limit = f"at most {limits.max_pixels} are read"
         raise MediaTooLarge(f"{given.shown}: more pixels than Pillow accepts, {limit}") from None
     except MediaError:
@@ -304,7 +304,7 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
 
 
 def _said_of_image(error: Exception) -> str:
-    """Pillow's own words, such as that a file is truncated; where it has none for users, the error's name."""
+    """Pillow's message, such as that a file is truncated; the error's class name where the message is not for users."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):
@@ -315,7 +315,7 @@ def _said_of_image(error: Exception) -> str:
 
 
 def raise_of_machine(error: Exception, name: str) -> None:
-    """Raises InputError, which is no MediaError, where `error` is the machine's and not that of the file `name`."""
+    """Raises a plain InputError, no MediaError, if `error` is the fault of the machine and not of the file `name`."""
     if isinstance(error, MemoryError):
         raise InputError(f"{name}: cannot be read (out of memory)") from None
     if isinstance(error, ImportError):
@@ -325,8 +325,8 @@ def raise_of_machine(error: Exception, name: str) -> None:
 
 
 def rgb_of(picture: Any) -> np.ndarray:
-    """`[H, W, 3]` of a Pillow image, as Hugging Face's processors convert it: where it has alpha, or a colour that is
-    transparent, by the function of the transformers that is installed, as versions differ."""
+    """`[H, W, 3]` of a Pillow image, converted as Hugging Face's processors do. Images with alpha or a transparent
+    colour go through the installed transformers' function, as versions differ."""
     if "A" in picture.getbands() or picture.info.get("transparency") is not None:
         return np.array(_transformers_rgb()(picture))
     return np.array(picture if picture.mode == "RGB" else picture.convert("RGB"))
@@ -336,7 +336,7 @@ def rgb_of(picture: Any) -> np.ndarray:
 def _transformers_rgb() -> Callable[[Any], Any]:
     from transformers.image_transforms import convert_to_rgb
 
-    if "return_numpy" in inspect.signature(convert_to_rgb).parameters:  # without it, it warns
+    if "return_numpy" in inspect.signature(convert_to_rgb).parameters:  # it warns without this argument
         return functools.partial(convert_to_rgb, return_numpy=True)
     return convert_to_rgb
 
@@ -345,10 +345,10 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
     facts, start = _facts_of(given, limits)
     wanted = _wanted(given, sampling, facts, limits)
     decoded, count = _decoded(given, facts, wanted, start)
-    if len(decoded) < len(set(wanted)):  # fewer frames decode than there are packets: they have other numbers
+    if len(decoded) < len(set(wanted)):  # fewer frames decode than there are packets: choose again among them
         facts = facts._replace(frames=count)
         wanted = _wanted(given, sampling, facts, limits)
-        decoded.clear()  # as much memory as the limits allow once
+        decoded.clear()  # `limits` allow this memory once, not twice
         decoded, _ = _decoded(given, facts, wanted, None)
         if len(decoded) < len(set(wanted)):
             expected = f"{len(set(wanted))} frames of {facts.frames} that decode expected"
@@ -374,10 +374,11 @@ def _wanted(given: _Given, sampling: Sampling, facts: VideoFacts, limits: Limits
 def _decoded(
     given: _Given, facts: VideoFacts, wanted: list[int], start: int | None
 ) -> tuple[dict[int, np.ndarray], int]:
-    """The frames `wanted` by their numbers among those that decode, turned upright as transformers' torchcodec does.
+    """The `wanted` frames by their numbers among those that decode, turned upright as transformers' torchcodec does;
+    and how many frames were decoded.
 
-    Fewer where fewer decode; none where the first that decodes is shown after `start`, as of a video that begins within
-    a group of pictures: its first packets refer to a key frame that is not there. The number is then how many decode.
+    There are fewer frames where fewer decode. There are none where the first that decodes is shown after `start`: the
+    video then begins within a group of pictures, and its first packets refer to a missing key frame.
     """
     decoded: dict[int, np.ndarray] = {}
     chosen, turns, count = set(wanted), 0, 0
@@ -385,7 +386,7 @@ def _decoded(
         for i, frame in enumerate(container.decode(stream)):
             count = i + 1
             if i == 0 and start is not None and frame.pts is not None and frame.pts > start:
-                chosen.clear()  # the others are counted
+                chosen.clear()  # the remaining frames are only counted
             if i not in chosen:
                 continue
             if (frame.width, frame.height) != (facts.width, facts.height):
@@ -401,9 +402,9 @@ def _decoded(
 def _facts_of(given: _Given, limits: Limits) -> tuple[VideoFacts, int | None]:
     """The facts, and when the first frame is shown, in ticks of the stream; None where no packet says when.
 
-    Frames are packets, not the header's count: that may be absent or untrue, and packets cost no decoding. Those that
-    an edit list leaves out, as a video has that was trimmed without encoding it anew, are decoded but not shown. An
-    AVI's index is taken as it was read: other containers' grow while packets are read, or leave frames out.
+    Frames are counted as packets: the header's count may be absent or wrong, and packets need no decoding. Packets that
+    an edit list leaves out (in a video trimmed without re-encoding) are decoded but not shown. Only an AVI's index
+    is compared: other containers' indices grow while packets are read, or leave frames out.
     """
     count, packets, times = 0, 0, []
     with _video_stream(given) as (container, stream):
@@ -416,7 +417,7 @@ def _facts_of(given: _Given, limits: Limits) -> tuple[VideoFacts, int | None]:
             if packet.size > 0 and not packet.is_discard:
                 count += 1
                 times += [] if packet.pts is None else [packet.pts]
-        if packets < indexed:  # FFmpeg skips what it does not find
+        if packets < indexed:  # FFmpeg skips packets that it does not find
             raise MediaError(f"{given.shown}: damaged: {indexed} frames by its index, got {packets}")
         fps = None if not stream.average_rate else float(stream.average_rate)
         facts = VideoFacts(count, fps, stream.width, stream.height)
@@ -451,8 +452,8 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
             yield container, stream
     except MediaError:
         raise
-    except Exception as error:  # FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
-        if not isinstance(error, av.FFmpegError):  # which has a system's names for what is wrong with a file
+    except Exception as error:  # FFmpeg's errors, and PyAV's AttributeError and UnicodeDecodeError for broken files
+        if not isinstance(error, av.FFmpegError):  # FFmpeg uses the system's error numbers for a file's faults
             raise_of_machine(error, given.shown)
         raise MediaError(f"{given.shown}: does not decode as {given.video} ({type(error).__name__})") from None
 
@@ -463,6 +464,6 @@ def _check_limit(name: str, what: str, got: int, limit: int) -> None:
 
 
 def _printable(name: str) -> str:
-    """A name for a message: on one line, and its two ends where it is very long."""
+    """A name for a message: on one line, and only its two ends where it is very long."""
     text = "".join(c if c.isprintable() else "?" for c in name)
     return text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME // 2]}…{text[-LONGEST_NAME // 2 :]}"

@@ -1,6 +1,6 @@
-"""Decoded images on their way to patches: bytes through pinned memory, beside the current stream, two launches each.
+"""Decoded images to patches: bytes go through pinned memory to a side stream, where two launches handle an image.
 
-Stills of equal size that follow one another share their launches.
+Consecutive stills of equal size share their launches.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from fusedvit.pixels.resize import Resizing
 
 
 class Source(NamedTuple):
-    """A still or a video and what becomes of it.
+    """A still or a video, and the grid and size that it gets.
 
     Attributes:
-        frames: `[n, H, W, C]` uint8, any strides, on a CPU or a GPU; of a still n is 1.
+        frames: `[n, H, W, C]` uint8, any strides, on a CPU or a GPU; n is 1 for a still.
         grid: (t, h, w) in patches.
-        size: (height, width) that frames are resized to; what `grid` has more is 0, at the bottom and to the right.
+        size: (height, width) that frames are resized to; the rest of `grid`, at the bottom and to the right, is 0.
     """
 
     frames: torch.Tensor
@@ -58,7 +58,7 @@ def patches_of(
     Returns:
         `[P, C * temporal * patch^2]` uint8 on `device`, ready for the current stream.
     """
-    key = _still_key if layout.temporal == 1 else lambda video: object()  # a video shares with none
+    key = _still_key if layout.temporal == 1 else lambda video: object()  # a video shares no launches
     grouped = itertools.groupby(sources, key=key) if len(sources) > 1 else [(None, sources)]
     runs = [_Run(tuple(run)) for _, run in grouped]
     if device.type == "cpu":
@@ -70,9 +70,9 @@ def patches_of(
 
 
 def _on_side(runs: Sequence[_Run], layout: PatchLayout, resizing: Resizing, device: torch.device) -> torch.Tensor:
-    """On a side stream, beside what the current one has to do.
+    """Computes on a side stream, overlapped with the current stream's work.
 
-    By PyTorch's context manager and a new event it would take the host some 20 us more, of 3 ms for a small image.
+    PyTorch's context manager and a new event would cost the host some 20 us more, of 3 ms for a small image.
     """
     current, side = torch.cuda.current_stream(), _side(device)
     if not all(run.on_host for run in runs):
@@ -83,13 +83,13 @@ def _on_side(runs: Sequence[_Run], layout: PatchLayout, resizing: Resizing, devi
     finally:
         torch.cuda.set_stream(current)
     side.done.record(side.stream)
-    current.wait_event(side.done)  # of another thread's call, if that was recorded since: which ended later
+    current.wait_event(side.done)  # or for a later record by another thread, which covers ours
     out.record_stream(current)
     return out
 
 
 class _Side(NamedTuple):
-    """done: recorded behind the last call. tables: a stream for tables that calls read."""
+    """done: recorded after the last call. tables: the stream that copies tables of weights."""
 
     stream: torch.cuda.Stream
     tables: torch.cuda.Stream
@@ -99,12 +99,12 @@ class _Side(NamedTuple):
 @functools.cache
 def _side(device: torch.device) -> _Side:
     done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(device))  # which makes it: two threads could not at once
+    done.record(torch.cuda.current_stream(device))  # creates it now: two threads could not at once
     return _Side(torch.cuda.Stream(device), torch.cuda.Stream(device), done)
 
 
 def _still_key(source: Source) -> tuple[object, ...]:
-    """Stills on the host that are alike in everything but their pixels share launches."""
+    """The key under which stills share launches: those on the host that differ in their pixels only."""
     return source.frames.shape, source.grid, source.size, object() if source.frames.is_cuda else None
 
 
@@ -115,7 +115,7 @@ def _computed(
     resizing: Resizing,
     device: torch.device,
 ) -> torch.Tensor:
-    """`images`: of each run `[n, H, W, C]`, on the device."""
+    """The patches of all runs; `images` holds `[n, H, W, C]` of each run, on the device."""
     op = kernels.patches_from_images if device.type == "cuda" else reference.patches_from_images
     channels = runs[0].sources[0].frames.shape[3]
     counts = [t * h * w for t, h, w in (run.grid for run in runs)]
@@ -128,7 +128,7 @@ def _computed(
 
 
 def _taps_for_use(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps | None:
-    """On the device, which keeps their memory until the current stream has read it."""
+    """Taps on the device; their memory is kept until the current stream has read it."""
     taps = None if size == new else _taps(resizing, size, new, device)
     if taps is not None and device.type == "cuda":
         current = torch.cuda.current_stream()
@@ -139,8 +139,8 @@ def _taps_for_use(resizing: Resizing, size: int, new: int, device: torch.device)
 
 @functools.lru_cache(maxsize=128)
 def _taps(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps | None:
-    """On the device, written by now: any stream may read them. The host waits for these copies alone, not for what the
-    current stream has to do."""
+    """Taps on the device. Their copies have ended, so any stream may read them; the host waits for these copies alone,
+    not for the current stream's work."""
     weights = resizing.weights(size, new)
     if weights is None:
         return None
@@ -150,7 +150,7 @@ def _taps(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps
 
 
 def _sent(run: _Run, device: torch.device) -> torch.Tensor:
-    """The images of a run on the device, `[n, H, W, C]`: copied there where they are on the host."""
+    """The images of a run on the device, `[n, H, W, C]`, copied there if they are on the host."""
     frames = [source.frames for source in run.sources]
     if not run.on_host:
         return torch.cat(frames)
@@ -160,5 +160,5 @@ def _sent(run: _Run, device: torch.device) -> torch.Tensor:
         return host.copy_(frames[0]).to(device, non_blocking=True)
     there = torch.empty(shape, dtype=torch.uint8, device=device)
     for mine, theirs, given in zip(host.split(1), there.split(1), frames, strict=True):
-        theirs.copy_(mine.copy_(given), non_blocking=True)  # while the next one is copied on the host
+        theirs.copy_(mine.copy_(given), non_blocking=True)  # overlaps the host's next copy
     return there

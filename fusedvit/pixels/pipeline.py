@@ -1,8 +1,8 @@
-"""Whether what lies between an image and its patches is the code that transformers defines.
+"""Whether the code between an image and its patches is the code that transformers defines.
 
-Our kernels stand for that code, so that whoever replaces a part of it (a subclass, a method set on a class, a function
-set in a module) must get the original code. The walk begins with the methods of a processor's class and follows the
-functions that their code mentions. It is repeated where one of these has been replaced since.
+Our kernels replace that code. If a user has changed a part of it (a subclass, a method set on a class, a function set
+in a module), the changed code must run instead. The walk begins with the methods of a processor's class and follows the
+functions that their code mentions. It is repeated once one of these has been replaced.
 """
 
 import sys
@@ -18,22 +18,22 @@ from fusedvit.checks.source_code import definition_of, names_in
 _INTAKE = ("_prepare_input_videos", "process_image", "convert_to_rgb")
 _PATCHES = ("_preprocess", "resize", "pad", "patchify", "rescale", "normalize", "rescale_and_normalize")
 _FOLLOWED = (*_INTAKE, *_PATCHES, "_fuse_mean_std_and_rescale_factor")
-PIPELINE = frozenset(  # methods between images and patches, of which some are not called where our kernels run
+PIPELINE = frozenset(  # methods between images and patches, some of which our kernels replace
     {"preprocess", "_preprocess_image_like_inputs", "_prepare_image_like_inputs", *_FOLLOWED}
 )
-_SIZES = "smart_resize"  # runs as it is, whosever it is
+_SIZES = "smart_resize"  # always runs itself, so it may be anybody's
 _OWN = ("transformers.", "torchvision.")
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """What a processor's class runs; another object after every change.
+    """The functions that a processor's class runs; a new object after every change.
 
     Attributes:
-        foreign: names of what is not transformers' or torchvision's own.
-        of_classes: namespaces of classes that were followed, and the names that were looked up in them.
-        of_modules: the same of modules.
-        values: what was found there, of classes first.
+        foreign: names of functions that are not transformers' or torchvision's own.
+        of_classes: namespaces of the classes that were followed, and the names that were looked up in them.
+        of_modules: the same for modules.
+        values: the values of these names, those of classes first.
     """
 
     foreign: tuple[str, ...]
@@ -42,7 +42,7 @@ class Pipeline:
     values: list[object]
 
     def unchanged(self) -> bool:
-        """Asked once an image, and once a call: the loop is C's, not Python's."""
+        """Runs once per image and once per call, so its loop is in C."""
         found = *map(MappingProxyType.get, *self.of_classes), *map(dict.get, *self.of_modules)
         return all(map(is_, found, self.values))
 
@@ -51,7 +51,7 @@ _walked: dict[type, Pipeline] = {}
 
 
 def pipeline_of(cls: type) -> Pipeline:
-    """What processors of class `cls` run now."""
+    """The functions that processors of class `cls` run now."""
     found = _walked.get(cls)
     if found is None or not found.unchanged():
         found = _walked[cls] = _walk(cls)
@@ -59,12 +59,12 @@ def pipeline_of(cls: type) -> Pipeline:
 
 
 def as_checked(cls: type) -> Pipeline:
-    """What processors of class `cls` ran when that was asked last."""
+    """The last result of `pipeline_of(cls)`, not compared again."""
     return _walked[cls]
 
 
 def is_plain(part: Any, cls: type) -> bool:
-    """Whether nobody replaced a part of what `part`, made as a `cls`, runs between images and patches."""
+    """Whether `part`, a processor of class `cls`, runs only the libraries' own code between images and patches."""
     return PIPELINE.isdisjoint(part.__dict__) and not pipeline_of(cls).foreign
 
 

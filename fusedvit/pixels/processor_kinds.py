@@ -1,4 +1,4 @@
-"""What a class of Hugging Face's image and video processors gives: its backend, its outputs, how it normalises."""
+"""The kind of a Hugging Face image or video processor's class: its backend, its outputs, how it normalises."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from fusedvit.pixels.resize import PILLOW, TORCH, Resizing
 _PIXELS = (("pixel_values", "image"), ("pixel_values_videos", "video"))
 _OUTPUTS = tuple((pixels, f"{kind}_{lying}") for lying in ("grid_thw", "position_ids") for pixels, kind in _PIXELS)
 
-_FACTORS = (1e-4, 1e4)  # that bytes may be multiplied by; processors' are 1/255 to 1/50
+_FACTORS = (1e-4, 1e4)  # range of the factor on bytes; processors use 1/255 to 1/50
 
 
 class Backend(NamedTuple):
-    """name: as `Normalization` has it; base: transformers' class; resizing: what it computes on a CPU."""
+    """name: its name in `Normalization`; base: transformers' class; resizing: how it resizes on a CPU."""
 
     name: str
     base: Any
@@ -23,12 +23,12 @@ class Backend(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Of a processor's class.
+    """Facts about a processor's class.
 
     Attributes:
-        backend: whose code resizes and normalises.
-        outputs: names of pixels, and of what says where their patches lie.
-        joins_frames: a row of patches is of `temporal_patch_size` frames, not of one.
+        backend: the backend whose code resizes and normalises.
+        outputs: names of the output with pixels, and of the one with the patches' grid or positions.
+        joins_frames: a row of patches holds `temporal_patch_size` frames, not one.
     """
 
     backend: Backend
@@ -41,16 +41,16 @@ class Kind(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Images are padded to equal numbers of patches, which lie where positions say, not a grid."""
+        """Images are padded to equal numbers of patches, and positions locate the patches, not a grid."""
         return self.outputs[1].endswith("position_ids")
 
     def frames(self, options: dict[str, Any]) -> int:
-        """Frames of a row of patches."""
+        """How many frames a row of patches holds."""
         joined = options["temporal_patch_size"] if self.joins_frames else None
         return 1 if joined is None else joined
 
     def normalization(self, options: dict[str, Any]) -> Normalization | None:
-        """What a call's options ask for; None where they ask for something else than normalised torch tensors."""
+        """The normalisation that a call's options ask for; None unless they ask for normalised torch tensors."""
         pt = options.get("return_tensors") == "pt" or (
             options.get("return_tensors") is None and self.backend.name == "torchvision"
         )
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
         if not (pt and options.get("do_rescale") and (normalizes or self.padded)):
             return None
         if self.backend.name == "torchvision" and torch.get_default_dtype() != torch.float32:
-            return None  # which its mean and deviation would be rounded to
+            return None  # torchvision would round mean and deviation to the default dtype
         try:
             found = Normalization(
                 rescale_factor=options["rescale_factor"],
@@ -68,20 +68,20 @@ class Kind(NamedTuple):
                 temporal_patch=self.frames(options),
                 backend=self.backend.name,
             )
-        except (ValueError, TypeError):  # the original code says what is wrong with them
+        except (ValueError, TypeError):  # the original code raises the error for wrong options
             return None
         fits = _suits_padding(found) if self.padded else _may_fold(found)
         return found if fits else None
 
 
 def _suits_padding(normalization: Normalization) -> bool:
-    """Whether padded rows, which have the channels last, may be bytes: their padding is 0 whatever the mean."""
+    """Whether padded rows, which have the channels last, may be bytes. Their padding is 0, so the mean must be 0."""
     return not any(normalization.mean or ()) and len(set(normalization.std or ())) <= 1
 
 
 def _may_fold(normalization: Normalization) -> bool:
-    """Whether weights can hold it. A factor of 0 leaves nothing to divide the shift by; very small and very large ones
-    would leave the range of half precision, which the normalised pixels may be in."""
+    """Whether `normalization` can be folded into weights. A factor of 0 cannot divide the shift; very small or large
+    factors would leave the range of half precision, in which the normalised pixels may be."""
     low, high = _FACTORS
     scale = 1.0 if normalization.rescale_factor is None else normalization.rescale_factor
     stds, means = normalization.std or (1.0,), normalization.mean or (0.0,)
@@ -92,7 +92,7 @@ def _may_fold(normalization: Normalization) -> bool:
 
 
 def kind_of(original: Any) -> Kind | None:
-    """None where it is of no backend that we know, or gives something else."""
+    """The kind of a processor's class; None for an unknown backend or other outputs."""
     backend, outputs = backend_of(original), outputs_of(original)
     if backend is None or outputs is None:
         return None

@@ -1,8 +1,8 @@
-"""Hugging Face's image and video processors, changed in place so that they give bytes (`BytePixels`).
+"""Hugging Face's image and video processors, changed in place so that they return bytes (`BytePixels`).
 
-Only what follows the decision about sizes is replaced. A processor keeps its class's name, its attributes and what it
-saves; calls, sizes, grids and text are as before. Where an argument asks for something else than the processor's plain
-rescaling and normalisation of 8-bit RGB, its original code runs for that call and gives floats.
+Only the steps after the decision about sizes are replaced. A processor keeps its class's name, its attributes and its
+saved form; calls, sizes, grids and text are as before. A call that asks for anything but plain rescaling and
+normalisation of 8-bit RGB runs the original code and returns floats.
 """
 
 import copy
@@ -35,22 +35,22 @@ _OPTIONS = (
     "patch_size",
     "temporal_patch_size",
 )
-PARTS = ("image_processor", "video_processor")  # of one of Hugging Face's whole processors
+PARTS = ("image_processor", "video_processor")  # attributes of Hugging Face's combined processors
 
 
 def swap(processor: Any, device: torch.device | str | None = None) -> Any:
-    """Makes the image and video processors in `processor` give bytes, in place.
+    """Makes the image and video processors in `processor` return bytes, in place.
 
     Args:
         processor: one of Hugging Face's processors, or an image or video processor itself.
-        device: where patches are computed when a call's `device=` does not say; None for the current GPU, if there is
-            one. In DataLoader workers and other processes the CPU.
+        device: where patches are computed if a call has no `device=`; None means the current GPU, or the CPU if there
+            is none. DataLoader workers and other processes compute on the CPU.
 
     Returns:
         `processor`.
 
     Raises:
-        UnsupportedModel: it holds neither an image nor a video processor whose patches we can compute.
+        UnsupportedModel: `processor` holds neither an image nor a video processor whose patches we can compute.
     """
     home = Home(None if device is None else device_named(device), os.getpid())
     parts = parts_of(processor)
@@ -70,30 +70,30 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
 
 
 def restore(processor: Any) -> Any:
-    """Gives the processors in `processor` their own classes back; returns `processor`. Raises TypeError for what is no
-    processor."""
+    """Gives the processors in `processor` their own classes back; returns `processor`. Raises TypeError if it is none
+    of Hugging Face's."""
     for part in parts_of(processor).values():
         if not hasattr(part, "__dict__"):
             raise TypeError(f"fusedvit: processor must be one of Hugging Face's, got {type(part).__name__}")
-        if type(part) is not _original_of(part):  # not every class may be assigned, not even to its own instance
+        if type(part) is not _original_of(part):  # some classes refuse assignment, even to their own instance
             part.__class__ = _original_of(part)
         part.__dict__.pop(STATE, None)
     return processor
 
 
 def is_swapped(part: Any) -> bool:
-    """Whether an image or video processor gives bytes."""
+    """Whether an image or video processor returns bytes."""
     return part is not None and STATE in part.__dict__
 
 
 def gives_grids(part: Any) -> bool:
-    """Whether an image or video processor gives bytes whose patches lie in a grid; of others positions say where."""
+    """Whether an image or video processor returns bytes with a grid of patches, not with positions."""
     return is_swapped(part) and not classes_of(_original_of(part)).kind.padded
 
 
 def normalizations_of(processor: Any) -> dict[bool, Normalization]:
-    """What swapped processors in `processor` leave to the tower's weights unless a call says otherwise, by whether it
-    is of still images. Bytes of padded images are normalised by themselves."""
+    """The normalisations that swapped processors in `processor` leave to the tower's weights by default, by whether
+    they are for still images. Those of padded images are not among them: no weights fold these."""
     found = {}
     for part in filter(is_swapped, parts_of(processor).values()):
         kind = classes_of(_original_of(part)).kind
@@ -104,18 +104,18 @@ def normalizations_of(processor: Any) -> dict[bool, Normalization]:
 
 
 def _options_of(part: Any) -> dict[str, Any]:
-    """Of a call that says nothing but that it wants tensors of torch."""
+    """The options of a call whose only argument is `return_tensors="pt"`."""
     return {name: getattr(part, name, None) for name in _OPTIONS} | {"return_tensors": "pt"}
 
 
 def check_fits(processor: Any, spec: VisionSpec) -> None:
-    """Raises InputError where an image or video processor in `processor` cuts other patches than a tower takes."""
+    """Raises InputError if an image or video processor in `processor` cuts other patches than a tower takes."""
     for part in parts_of(processor).values():
         kind = kind_of(_original_of(part))
         if kind is None or kind.padded:  # no patches in a grid
             continue
         given = {name: getattr(part, name, None) for name in ("patch_size", "merge_size", "temporal_patch_size")}
-        given["temporal_patch_size"] = kind.frames(given)  # ERNIE's for videos has 2, and makes patches of one frame
+        given["temporal_patch_size"] = kind.frames(given)  # ERNIE's video processor says 2, but a patch has one frame
         wrong = {name: got for name, got in given.items() if got not in (None, getattr(spec, name))}
         if wrong:
             expected = ", ".join(f"{name} {getattr(spec, name)}" for name in wrong)
@@ -125,14 +125,14 @@ def check_fits(processor: Any, spec: VisionSpec) -> None:
 
 
 def name_of(processor: Any) -> str:
-    """What messages call `processor`: its class; where that says nothing, those of what it holds."""
+    """The name of `processor` in messages: its class; for a plain namespace, the classes of the processors in it."""
     if not isinstance(processor, SimpleNamespace):
         return type(processor).__name__
     return " and ".join(dict.fromkeys(_original_of(part).__name__ for part in parts_of(processor).values()))
 
 
 def parts_of(processor: Any) -> dict[str, Any]:
-    """The image and video processors in `processor` by name, or itself as "it"."""
+    """The image and video processors in `processor` by name; `processor` itself, as "it", if it has none."""
     found = {name: getattr(processor, name, None) for name in PARTS}
     parts = {name: part for name, part in found.items() if part is not None}
     return parts or {"it": processor}
@@ -146,7 +146,8 @@ def _original_of(part: Any) -> Any:
 
 
 def _supported(part: Any, original: Any) -> tuple[str, bool]:
-    """(why `part` is left alone, or ""; whether our kernels may run): two small inputs show what is equal."""
+    """(why `part` is left alone, or ""; whether our kernels may run), found by comparing outputs for two small
+    inputs."""
     backend, dtype = backend_of(original), torch.get_default_dtype()
     if backend is None:
         return "is of no backend that we know", False
@@ -156,7 +157,7 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
     if outputs is None or (outputs[1] == "image_grid_thw" and getattr(original, "patchify", None) is None):
         return "does not cut images into patches with a grid or positions", False
     own = (part.__dict__.keys() & PIPELINE).union(pipeline_of(original).foreign)
-    if own:  # whose answer may depend on pixels that no check would try
+    if own:  # its results may depend on pixels that the comparison below does not try
         return f"has code of its own: {', '.join(sorted(own))}", False
     plain = copy.copy(part)
     plain.__class__ = original
@@ -170,10 +171,10 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
 
 
 def _difference(plain: Any, home: Home) -> str:
-    """How `plain` and the same swapped differ, on the CPU; "" where bits and grids are equal."""
+    """How outputs of `plain` and of its swapped copy differ on the CPU; "" where bits and grids are equal."""
     try:
         equal = all(_agrees(plain, home, *size) for size in ((61, 97), (150, 60)))
-    except Exception as error:  # whatever the code of a processor that nobody has tried raises: it is left alone
+    except Exception as error:  # an unknown processor's code may raise anything; it is then left alone
         return f"cannot be checked: {type(error).__name__}: {error}"
     return "" if equal else "lays patches out in another way, or gives more than patches and their grid"
 
@@ -186,10 +187,10 @@ def _agrees(plain: Any, home: Home, height: int, width: int) -> bool:
     given = {"images": [frames[0]]} if kind.still else {"videos": [frames], "do_sample_frames": False}
     given |= {"return_tensors": "pt", "do_resize": True, "do_rescale": True, "do_normalize": True, "device": "cpu"}
     given["input_data_format"] = None  # whatever layout the processor expects of other images
-    if kind.normalization(_options_of(plain) | given) is None:  # calls without a factor of their own will give floats
+    if kind.normalization(_options_of(plain) | given) is None:  # returns floats by default; compare bytes
         given["rescale_factor"] = 1 / 255
     if hasattr(plain, "draw_on_frames"):
-        given["draw_on_frames"] = False  # which takes a font and the video's times
+        given["draw_on_frames"] = False  # drawing needs a font and the video's times
     swapped = as_class(classes.swapped, plain)
     swapped.__dict__[STATE] = home
     wanted, got = plain(**given), swapped(**given)

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 _PILLOW_BITS = 32 - 8 - 2
-_VERTICAL_FIRST_SINCE = 13  # Pillow's major version; before, always the width first
+_VERTICAL_FIRST_SINCE = 13  # Pillow's major version; older ones always resize the width first
 
 
 Size = tuple[int, int]
 
 
 class Weights(NamedTuple):
-    """Of one axis, as `kernels.patches.Taps`: `[n]` int32, `[taps, n]` int32, bits of the fraction."""
+    """Weights of one axis, as in `kernels.patches.Taps`: `[n]` int32, `[taps, n]` int32, bits of the fraction."""
 
     first: np.ndarray
     weights: np.ndarray
@@ -57,7 +57,7 @@ def _normalized(size: int, out: int) -> tuple[np.ndarray, np.ndarray]:
     t = np.arange(math.ceil(support) * 2 + 1)[:, None]
     weights = np.where(t < used, _cubic((t + first - center + 0.5) * (1.0 / widen)), 0.0)
     total = np.zeros(out)
-    for row in weights:  # one after another, as they do: the last bit depends on it
+    for row in weights:  # in the order of Pillow and torch: the last bit depends on it
         total = total + row
     return first, weights / np.where(total == 0, 1.0, total)
 
@@ -69,13 +69,13 @@ def _fixed(first: np.ndarray, weights: np.ndarray, bits: int) -> Weights:
 
 @functools.lru_cache(maxsize=1024)
 def pillow_weights(size: int, out: int) -> Weights | None:
-    """Of `Image.resize` with `BICUBIC`, for bytes; None where the size stays: that axis is copied."""
+    """Weights of `Image.resize` with `BICUBIC`, for bytes; None where the size stays and the axis is copied."""
     return None if size == out else _fixed(*_normalized(size, out), _PILLOW_BITS)
 
 
 @functools.lru_cache(maxsize=1024)
 def torch_weights(size: int, out: int) -> Weights | None:
-    """Of `interpolate(mode="bicubic", antialias=True)` on bytes on a CPU, which torchvision's `resize` calls."""
+    """Weights of `interpolate(mode="bicubic", antialias=True)`, which torchvision's `resize` calls, for CPU bytes."""
     if size == out:
         return None
     first, weights = _normalized(size, out)

@@ -1,9 +1,9 @@
-"""A corpus of images and videos as batches of patches: decoded ahead in threads, resized on the GPU while it works.
+"""A corpus of images and videos as batches of patches: threads decode ahead, the GPU resizes while the tower runs.
 
     for batch in stream(paths, processor):
         tokens = tower(batch.pixel_values, grid_thw=batch.grid_thw).pooler_output
 
-Sizes, normalisation and the choice of a video's frames are the processor's.
+The processor determines sizes, normalisation and the choice of a video's frames.
 """
 
 import copy
@@ -38,9 +38,9 @@ from fusedvit.pixels.processors import gives_grids, name_of, swap
 logger = logging.getLogger("fusedvit")
 
 _PACKED_AHEAD = 1  # batches that wait while the next one is gathered
-# Bytes of the decoded pixels of a batch. Patches say nothing of these: a processor may make 64 patches of 36 MB. Two
-# batches are held at a time, and a processor on the CPU copies one. 65536 patches of 16 x 16 are 48 MiB, so
-# only originals far larger than what is made of them make batches smaller, and decoding these takes most of the time.
+# Limit on a batch's decoded pixels, in bytes. The number of patches does not bound these: a processor may cut an image
+# of 36 MB into 64 patches. Two batches are held at a time, and a processor on the CPU copies one. 65536 patches of
+# 16 x 16 are 48 MiB, so only originals far larger than their patches shrink batches, and decoding dominates for these.
 _DECODED_BYTES = 128 * 2**20
 
 
@@ -49,11 +49,11 @@ class Batch:
     """Sources that were packed together: several images, or one video.
 
     Attributes:
-        pixel_values: `[P, width]` bytes of all patches, as the processor's `pixel_values` or `pixel_values_videos`; its
-            floats where it is set to what bytes cannot stand for.
+        pixel_values: `[P, width]` bytes of all patches, as the processor's `pixel_values` or `pixel_values_videos`;
+            floats where the processor's options do not allow bytes.
         grid_thw: `[n, 3]` int64 on the CPU.
-        indices: of the sources, in the order given, ascending.
-        names: of the sources.
+        indices: the sources' numbers in the order given, ascending.
+        names: the sources' names.
         kind: "image" or "video".
     """
 
@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The processors, giving bytes; None where there is none, or none that can."""
+    """The processors, swapped to return bytes; None for a processor that is missing or cannot return bytes."""
 
     image: Any
     video: Any
@@ -74,7 +74,7 @@ class _Parts:
     no_video: str | None = None  # why there is no video processor, where the machine is at fault
 
     def check_video(self, name: str = "", index: int = 0) -> None:
-        """Raises where there is no video processor: InputError where the machine lacks it, else the video's own."""
+        """Raises if there is no video processor: InputError if the machine is at fault, else the video's MediaError."""
         if self.video is None and self.no_video:
             raise InputError(self.no_video)
         if self.video is None:
@@ -107,28 +107,29 @@ def stream(
     limits: Limits | None = None,
     errors: str | Callable[[MediaError], object] = "raise",
 ) -> Iterator[Batch]:
-    """Batches of patches of all sources, in the order given; endless sources are fine. What came before an error is
-    given before it is raised, be it one of decoding or of `sources` themselves.
+    """Batches of patches of all sources, in the order given; endless sources are fine. Batches before an error come
+    first, whether decoding or iterating `sources` fails.
 
     Args:
-        sources: paths of images and videos, the contents of files, or pixels, as `media.load` takes them; or one.
-        processor: a Hugging Face processor, or an image processor; it stays as it is.
-        device: where patches are computed and stay; the current GPU if there is one.
-        patches: as many images go into a batch as have at most so many patches together, and at most 128 MiB of
-            decoded pixels. An image of more is alone, and so is every video.
-        threads: that decode; as many as there are cores if left out.
-        ahead: how many sources are decoded before a batch takes them up. Decoded ones take 3 bytes a pixel; those of
-            two batches at most, of which one is being gathered or waits, come on top.
-        limits: on the bytes, pixels and frames of each source.
-        errors: "raise" the first error, "skip" what does not decode with a warning that names it, or what is called
-            with the error (its `index` says which source) before the stream goes on.
+        sources: one source or several, as `media.load` takes them: paths of images and videos, contents of files,
+            pixels.
+        processor: a Hugging Face processor, or an image processor; it is not changed.
+        device: where patches are computed and stay; by default the current GPU if there is one.
+        patches: the most patches in a batch of images, which also has at most 128 MiB of decoded pixels. A larger image
+            is a batch of its own, and so is every video.
+        threads: how many threads decode; by default one per core.
+        ahead: how many sources are decoded before a batch needs them. A decoded source takes 3 bytes a pixel. Up to two
+            batches come on top, one being processed and one being gathered or waiting.
+        limits: limits on the bytes, pixels and frames of each source.
+        errors: "raise" the first error; "skip" failing sources, each with a warning that names it; or a function that
+            is called with the error (its `index` says which source) before the stream continues.
 
     Raises:
-        MediaError: a source that does not decode, or that the processor refuses.
+        MediaError: a source does not decode, or the processor refuses it.
         InputError: the machine fails (open files, memory, permissions, disks, network drives) or lacks a package,
             whatever `errors` says.
-        UnsupportedModel: the processor cannot give bytes.
-        ValueError, TypeError: an argument out of range, or of another type.
+        UnsupportedModel: the processor cannot return bytes.
+        ValueError, TypeError: an argument is out of range, or of another type.
     """
     check_options(errors, limits, threads, called=True)
     check_counts(patches=patches, ahead=ahead)
@@ -144,12 +145,12 @@ def _named(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def frames_of(processor: Any) -> Callable[[VideoFacts], Sequence[int]]:
-    """What `media.load` takes as `frames`: the numbers of the frames that a processor takes of a video."""
+    """A function for the `frames=` of `media.load`: the numbers of the frames that `processor` takes of a video."""
     return _parts_of(processor, torch.device("cpu")).sample
 
 
 def _parts_of(processor: Any, device: torch.device) -> _Parts:
-    """Swapped copies."""
+    """Copies of the image and video processors, swapped."""
     if processor is None:
         raise TypeError("fusedvit: processor must be one of Hugging Face's, got None")
     found = {name: getattr(processor, f"{name}_processor", None) for name in ("image", "video")}
@@ -193,7 +194,7 @@ def _batches(
 def _good(
     decoded: Iterable["Future[Media]"], parts: _Parts, errors: str | Callable[[MediaError], object]
 ) -> Iterator[tuple[Media, int]]:
-    """What decodes and is not refused, with its patches."""
+    """Media that decode and are not refused, each with its number of patches."""
     for task in decoded:
         try:
             media = task.result()
@@ -215,7 +216,7 @@ def _skip_or_raise(error: MediaError, errors: str | Callable[[MediaError], objec
 
 
 def _check_sides(media: Media, parts: _Parts) -> None:
-    """Raises MediaError where a processor that does not resize could not cut the frames into merged patches."""
+    """Raises MediaError if a processor that does not resize cannot cut the frames into merged patches."""
     part = parts.video if media.kind == "video" else parts.image
     if part is None or part.do_resize:
         return
@@ -247,7 +248,7 @@ def _refused(media: Media, error: ValueError) -> MediaError:
 
 
 def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[Media]]:
-    """What goes into one batch; an error comes behind what was before it."""
+    """Groups of media, one per batch; an error comes after the groups before it."""
     group: list[Media] = []
     used = size = 0
     met: list[Exception] = []
@@ -265,10 +266,10 @@ def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[M
 
 @dataclass(frozen=True)
 class _Packed:
-    """A batch and the event on its GPU after which it is there; None on a CPU.
+    """A batch and the event on its GPU after which it may be read; None on a CPU.
 
     batch: None where the processor refuses all of its sources.
-    refused: what is wrong with those that are not in it.
+    refused: one error for each source that the processor refuses.
     """
 
     batch: Batch | None
@@ -276,7 +277,7 @@ class _Packed:
     ready: torch.cuda.Event | None = None
 
     def received(self) -> Batch | None:
-        """The batch, for the current stream of the thread that calls."""
+        """The batch, readable on the calling thread's current stream."""
         if self.batch is not None and self.ready is not None:
             current = torch.cuda.current_stream(self.batch.pixel_values.device)
             current.wait_event(self.ready)
@@ -285,7 +286,7 @@ class _Packed:
 
 
 def _received(packed: "Future[_Packed]", errors: str | Callable[[MediaError], object]) -> Iterator[Batch]:
-    """The batch; none where the processor refuses all of its sources. An error to raise comes behind it."""
+    """The batch; none where the processor refuses all of its sources. An error is raised after the batch."""
     found = packed.result()
     if errors != "raise":
         for error in found.refused:
@@ -298,7 +299,8 @@ def _received(packed: "Future[_Packed]", errors: str | Callable[[MediaError], ob
 
 
 def _pack(group: list[Media], parts: _Parts) -> _Packed:
-    """Empties `group`: who gave it still holds the list while the next group is gathered, but no decoded pixels."""
+    """Packs `group` and empties it: the caller still holds the list while it gathers the next group, but then no
+    decoded pixels."""
     try:
         if parts.device.type != "cuda":
             return _packed(group, parts)
@@ -310,7 +312,7 @@ def _pack(group: list[Media], parts: _Parts) -> _Packed:
 
 
 def _packed(group: list[Media], parts: _Parts) -> _Packed:
-    """Without those that the processor refuses: where it refuses several at once, each is tried alone."""
+    """The batch without media that the processor refuses. If it refuses the group, each of its media is tried alone."""
     try:
         return _Packed(_batch(group, parts), ())
     except ValueError as error:
@@ -319,7 +321,7 @@ def _packed(group: list[Media], parts: _Parts) -> _Packed:
     refused = [error for media in group for error in _packed([media], parts).refused]
     wrong = {error.index for error in refused}
     if not wrong:
-        return _Packed(_batch(group, parts), ())  # which says what is wrong with them together
+        return _Packed(_batch(group, parts), ())  # raises the error that only the whole group causes
     good = [media for media in group if media.index not in wrong]
     return _Packed(_batch(good, parts) if good else None, tuple(refused))
 
@@ -331,7 +333,7 @@ def _packing_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _batch(group: list[Media], parts: _Parts) -> Batch:
     kind = group[0].kind
-    told: dict[str, Any] = {"return_tensors": "pt", "input_data_format": CHANNELS_LAST}  # few rows are no channels
+    told: dict[str, Any] = {"return_tensors": "pt", "input_data_format": CHANNELS_LAST}  # else 3 rows pass for channels
     if kind == "image":
         found = parts.image(images=[media.frames[0] for media in group], **told)
         pixels, grid = found["pixel_values"], found["image_grid_thw"]
@@ -340,7 +342,7 @@ def _batch(group: list[Media], parts: _Parts) -> Batch:
         told["video_metadata"] = [_metadata_of(video)]  # ERNIE's processor writes the time into frames
         found = parts.video(videos=[video.frames], do_sample_frames=False, **told)
         pixels, grid = found["pixel_values_videos"], found["video_grid_thw"]
-    pixels = pixels.to(parts.device)  # floats of the original code are on the CPU
+    pixels = pixels.to(parts.device)  # the original code leaves floats on the CPU
     return Batch(pixels, grid, tuple(m.index for m in group), tuple(m.name for m in group), kind)
 
 

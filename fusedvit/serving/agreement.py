@@ -1,8 +1,7 @@
 """Ranks agree before they wait for each other: each says how it fared, and learns whether all go on.
 
-They all run fused; or all run the engine's code, if one cannot run fused; or all gather again, if one has other
-weights. Where one has failed, or is at another step, all raise. A rank that does not come is waited for `PATIENCE`
-seconds.
+All ranks run fused; or all run the engine's code, if one cannot run fused; or all gather again, if one has other
+weights. If one rank has failed, or is at another step, all raise. Ranks wait `PATIENCE` seconds for a missing one.
 """
 
 import datetime
@@ -16,9 +15,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from fusedvit.errors import PREFIX, first_line
 
 PATIENCE = 50.0  # seconds that a call waits for the other ranks
-BUILDING = 180.0  # the same while towers are built, which hold nothing yet
+BUILDING = 180.0  # the same while towers are built, before weights are loaded
 LOADING = 900.0  # the same while weights are loaded, and kernels compiled
-_TEXT = 400  # bytes of what a rank says
+_TEXT = 400  # bytes of a rank's message
 
 FUSED, OWN, STALE, FAILED = "runs fused", "cannot run fused", "has other weights", "failed"
 
@@ -35,19 +34,19 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def exchange(self, text: str, seconds: float) -> list[str]:
-        """What every rank says, by rank; over the CPU.
+        """Sends `text` to every rank over the CPU; returns the texts of all, by rank.
 
         Raises:
-            RuntimeError: another rank did not come within `seconds`, or is gone.
+            RuntimeError: another rank did not send within `seconds`, or is gone.
         """
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """Fills `out`, `[size, *mine.shape]`, on the device."""
+        """Fills `out`, `[size, *mine.shape]`, with every rank's `mine`, on the device."""
 
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """The group of a `GroupCoordinator`, as vLLM and SGLang have it."""
+    """The ranks of a `GroupCoordinator`, which both vLLM and SGLang have."""
 
     rank: int
     size: int
@@ -56,7 +55,7 @@ class EngineGroup:
 
     @staticmethod
     def of(coordinator: Any) -> "EngineGroup":
-        """`coordinator`: what the engine's `get_tp_group()` gives."""
+        """`coordinator` is what the engine's `get_tp_group()` returns."""
         c = coordinator
         return EngineGroup(c.rank_in_group, c.world_size, c.cpu_group, c.device_group)
 
@@ -75,16 +74,16 @@ class EngineGroup:
 
 
 def told(error: Exception) -> str:
-    """An error as one rank tells the others of it."""
+    """The text in which one rank tells the others of an error."""
     return f"{type(error).__name__}: {first_line(error).removeprefix(PREFIX)}"
 
 
 class OutOfStep(RuntimeError):
-    """Ranks are not at the same step; every one of them is told."""
+    """The ranks are not at the same step; raised on each of them."""
 
 
 class Agreed(NamedTuple):
-    """The state that all ranks are in, and why, if it is not that of each."""
+    """The state that all ranks go on in, and what the first rank in that state said of it."""
 
     state: str
     detail: str = ""
@@ -98,11 +97,11 @@ class Agreement:
     rounds: int = 0
 
     def on(self, what: str, state: str, detail: str = "", seconds: float = PATIENCE) -> Agreed:
-        """The state that all ranks are in: `OWN` if one is, else `STALE` if one is, else `FUSED`.
+        """The state that all ranks go on in: `OWN` if one rank is in it, else `STALE` if one is, else `FUSED`.
 
         Raises:
-            OutOfStep: they are at different steps.
-            RuntimeError: one has failed, or did not come within `seconds`.
+            OutOfStep: the ranks are at different steps.
+            RuntimeError: a rank has failed, or did not answer within `seconds`.
         """
         self.rounds += 1
         here = f"{what} {self.rounds}"

@@ -28,9 +28,9 @@ from fusedvit.pixels.processors import check_fits
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving.embeddings import VisionEmbeddings
 
-CLOSING = 5.0  # seconds that a fetch may take to end, and the loop after it
+CLOSING = 5.0  # seconds to wait for cancelled fetches to end, and again for the loop
 _SHUT_DOWN = "fusedvit: the encoder was shut down before the image was there"
-MAX_THREADS = 8  # that decode and resize beside the one that runs the tower
+MAX_THREADS = 8  # threads that decode and resize; one more runs the tower
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FusedVisionEncoder(VisionEncoderBackend):
         """Loads the checkpoint's tower and image processor, fuses them, and captures every graph.
 
         Raises:
-            InputError, UnsupportedModel: the checkpoint does not load, or holds no tower that can be fused, or no image
+            InputError, UnsupportedModel: the checkpoint does not load, has no tower that can be fused, or has no image
                 processor that cuts the tower's patches.
         """
         self._processor = image_processor_of(model_id)
@@ -75,24 +75,24 @@ class FusedVisionEncoder(VisionEncoderBackend):
                 Face's image processor takes: a PIL image, an array.
 
         Raises:
-            ValueError: an image that does not decode or that the processor refuses, or several of them.
-            RuntimeError: the encoder is shut down before the image is there.
-            Exception: what Dynamo's loader raises for a URL.
+            ValueError: the image does not decode, the processor refuses it, or there are several images.
+            RuntimeError: the encoder was shut down before the image arrived.
+            Exception: any error that Dynamo's loader raises for a URL.
         """
         image = self._loader.load(raw) if isinstance(raw, str) else raw
         try:
             found = self._processor(images=[image], return_tensors="pt", device="cpu")
-        except Exception as error:  # whatever it meets in values that are no image, ZeroDivisionError in empty ones
+        except Exception as error:  # processors raise anything for values that are no image, even ZeroDivisionError
             if is_out_of_memory(error):
                 raise
             raise _no_image(image, "" if hasattr(image, "shape") else first_line(error)) from error  # prints an array
         item = Image(found["pixel_values"], found["image_grid_thw"])
-        if len(item.grid_thw) != 1:  # else Dynamo refuses the whole batch, with images of other requests
+        if len(item.grid_thw) != 1:  # else Dynamo refuses the whole batch, images of other requests included
             raise _no_image(image, f"{len(item.grid_thw)} images")
         return Preprocessed(item, int(item.grid_thw.prod()) // self._merge**2)
 
     def forward_batch(self, items: list[Image], target_bucket: int | None = None) -> list[Any]:
-        """The images' artifacts on the CPU, in their order."""
+        """One artifact per image, on the CPU, in the order of `items`."""
         if not items:
             return []
         grid = torch.cat([item.grid_thw for item in items])
@@ -129,7 +129,7 @@ class FusedLinearEncoder(FusedVisionEncoder):
 
 
 def _no_image(got: Any, why: str) -> ValueError:
-    """`got` in few words: a value's shape or length, an image's size."""
+    """The error for `got`, described by its shape, its size or its length."""
     size = tuple(got.shape) if hasattr(got, "shape") else getattr(got, "size", None)
     if size is None and isinstance(got, Sized):
         size = f"length {len(got)}"
@@ -141,7 +141,7 @@ def _no_image(got: Any, why: str) -> ValueError:
 class _Loader:
     """Dynamo's image loader, on an event loop of its own: preprocessing runs on threads that have none.
 
-    Threads that wait for an image when it is closed, or come later, get an error: nobody else would end their waiting.
+    Once the loader is closed, threads that wait or ask for an image get an error: else they would wait forever.
     """
 
     def __init__(self) -> None:
@@ -158,8 +158,8 @@ class _Loader:
         """A PIL image.
 
         Raises:
-            RuntimeError: it is closed.
-            Exception: what Dynamo's loader raises, with its HTTP status.
+            RuntimeError: the loader is closed.
+            Exception: any error of Dynamo's loader, with its HTTP status.
         """
         with self._lock:
             if self._closed:
@@ -175,7 +175,7 @@ class _Loader:
                 self._pending.discard(found)
 
     def close(self) -> None:
-        """Cancels what is being fetched, and ends the loop, for which it waits a few seconds at most."""
+        """Cancels running fetches and ends the loop; waits `CLOSING` seconds at most for each."""
         with self._lock:
             if self._closed:
                 return

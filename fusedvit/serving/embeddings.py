@@ -11,18 +11,18 @@ from fusedvit.runtime.inputs import items_of_grid
 
 @dataclass(frozen=True)
 class VisionEmbeddings:
-    """What a tower makes of images or videos, for language models that shall not run the tower themselves.
+    """A tower's outputs for images or videos, for language models that do not run the tower themselves.
 
     Attributes:
-        rows: `[tokens, (1 + n) * out]`, as `FusedEncoder.concatenated` gives them: of each merged token the merger's
-            output, then that of each of n deepstack mergers.
-        grid_thw: `[N, 3]`, frames and rows and columns of patches of each item.
+        rows: `[tokens, (1 + n) * out]`, as `FusedEncoder.concatenated` returns them: for each merged token the merger's
+            output, then the output of each of n deepstack mergers.
+        grid_thw: `[N, 3]`: frames, and rows and columns of patches, of each item.
         merge_size: patches per side of a merged token.
-        levels: n, the deepstack mergers.
+        levels: n, the number of deepstack mergers.
 
     Raises:
-        TypeError: no tensors, or numbers that are no integers.
-        ValueError: a grid that no image has, or other rows than it needs.
+        TypeError: `rows` or `grid_thw` is no tensor, or one of the numbers is no integer.
+        ValueError: no image has such a grid, or the shape of `rows` does not fit it.
     """
 
     rows: torch.Tensor
@@ -51,7 +51,7 @@ class VisionEmbeddings:
         return [int(n) for n in self.grid_thw.prod(1) // self.merge_size**2]
 
     def items(self) -> list["VisionEmbeddings"]:
-        """One record an item; rows are views."""
+        """One record per item, whose rows are views."""
         parts = self.rows.split(self.tokens())
         return [
             VisionEmbeddings(part, self.grid_thw[i : i + 1], self.merge_size, self.levels)
@@ -63,12 +63,12 @@ class VisionEmbeddings:
 
         Args:
             modality: "image" or "video".
-            timestamps: of videos for Qwen3-VL and Qwen3.5, which vLLM 0.33 writes into the prompt: of each item the
-                seconds of each of its `grid_thw` frames.
+            timestamps: for videos of Qwen3-VL and Qwen3.5: for each item, the seconds of each of its `grid_thw` frames.
+                vLLM 0.33 writes them into the prompt.
 
         Raises:
-            TypeError: timestamps that are no numbers.
-            ValueError: another modality; timestamps of images, or not one a frame.
+            TypeError: a timestamp is no number.
+            ValueError: another modality; timestamps for images, or not one per frame.
         """
         _check_modality(modality)
         found = {f"{modality}_embeds": self.rows.cpu(), f"{modality}_grid_thw": self.grid_thw.cpu()}
@@ -85,9 +85,9 @@ class VisionEmbeddings:
     def for_sglang(self, modality: str = "image") -> list[dict[str, Any]]:
         """SGLang's `image_data=` or `video_data=`: one entry, which holds every item of a request.
 
-        It goes with `input_ids=` that hold a placeholder for each row. SGLang 0.5.21 to 0.5.23 put what is called
-        `precomputed_embeddings` in an entry of the format `processor_output` in place of these; an entry of its format
-        `precomputed_embedding` they send through the tower, but for images of Qwen2.5-VL.
+        `input_ids=` must hold a placeholder for each row. SGLang 0.5.21 to 0.5.23 replace the placeholders by the
+        `precomputed_embeddings` of an entry whose format is `processor_output`. Entries of the format
+        `precomputed_embedding` would run through the tower, except for images of Qwen2.5-VL.
 
         Args:
             modality: "image" or "video".

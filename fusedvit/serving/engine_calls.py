@@ -1,7 +1,7 @@
-"""An engine's call of its tower: what the fused encoder refuses, the engine's own code answers, or refuses its way.
+"""An engine's call of its tower: input that the fused encoder refuses goes to the engine's own code.
 
-Engines take grids as they come: arrays, lists of tensors, images without rows. Whatever of it the fused encoder has no
-answer for is counted, and left to the code that it stands for.
+Engines accept grids as arrays, as lists of tensors, or with images without rows. A call that the fused encoder refuses
+is counted and left to the engine's own code, which answers it or raises its own error.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.runtime.inputs import check_grid
 
-_REFUSED = (TypeError, ValueError)  # what `runtime.inputs` raises
+_REFUSED = (TypeError, ValueError)  # raised by `runtime.inputs`
 
 
 def answer_of(
     handle: FusedEncoder, tower: nn.Module, pixels: Any, grid: Any, extra: dict[str, Any] | None = None
 ) -> Answer | None:
-    """As `FusedEncoder.answer`; what that refuses is counted, and None."""
+    """As `FusedEncoder.answer`, but a call that it refuses is counted and gives None."""
     try:
         return handle.answer(tower, pixels, grid, extra or {})
     except _REFUSED as error:
@@ -39,7 +39,7 @@ def grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | None:
 
 
 def as_rows(grid_thw: Any) -> Any:
-    """Arrays, and lists of arrays or tensors, as lists of integers; a tensor, and what is no grid at all, as it is."""
+    """Turns arrays, and lists of arrays or tensors, into lists of integers; returns anything else as it is."""
     if isinstance(grid_thw, torch.Tensor):
         return grid_thw
     rows = _listed(grid_thw)
@@ -55,5 +55,5 @@ def _listed(given: Any) -> Any:
 def _integers(row: Any) -> Any:
     try:
         return [index(n) for n in row]
-    except TypeError:  # whose message says what it is
+    except TypeError:  # returned as it is: the message of `check_grid` shows it
         return row

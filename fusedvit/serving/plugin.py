@@ -1,10 +1,10 @@
-"""What plugins of serving engines share: their switch, their options, and how they change an engine's code.
+"""What the plugins of serving engines share: switch, options, and how they change an engine's code.
 
-An environment variable switches plugins off, another holds options:
+One environment variable switches plugins off, another holds their options:
 
     FUSEDVIT_DISABLE=1   leaves the engine as it is; 0, false, no and off do not
     FUSEDVIT_CONFIG      options of `FuseConfig` as JSON: '{"token_budgets": [4096], "strict": true}', and
-                         "gather_sharded": false, which leaves towers alone whose weights are sharded
+                         "gather_sharded": false, which leaves towers with sharded weights to the engine
 """
 
 import functools
@@ -33,10 +33,10 @@ Patches = Mapping[str, Callable[[ModuleType], None]]
 
 
 def options() -> FuseConfig:
-    """What `FUSEDVIT_CONFIG` says. Kernels are compiled as an engine starts: `compile` is "now" unless it says so.
+    """The options in `FUSEDVIT_CONFIG`. `compile` is "now" by default: kernels are compiled as an engine starts.
 
     Raises:
-        ValueError: it is no JSON object of `FuseConfig`'s options; the message names what is wrong.
+        ValueError: the variable is no JSON object of `FuseConfig`'s options; the message names what is wrong.
     """
     return _options()[0]
 
@@ -65,9 +65,9 @@ def _options() -> tuple[FuseConfig, bool]:
 
 
 def install(patches: Patches) -> None:
-    """Changes the modules of `patches`, now or at the end of their import; more often than once changes nothing.
+    """Applies `patches` to their modules, now or at the end of the modules' import; a repeated call changes nothing.
 
-    A change must leave what it has changed already, as `wrap` does. Where plugins are switched off nothing is changed.
+    A patch must skip what it has already changed, as `wrap` does. Nothing is changed where plugins are switched off.
 
     Raises:
         ValueError: as `options`.
@@ -85,7 +85,7 @@ def install(patches: Patches) -> None:
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:
     """Replaces a function that the class or module `owner` holds: `around(original, *args, **kwargs)` runs instead.
 
-    Returns whether there is one.
+    Returns whether `owner` has such a function.
     """
     original = vars(owner).get(name)
     if original is None or hasattr(original, _WRAPPED):
@@ -101,12 +101,12 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:
 
 
 def unwrapped(function: Any) -> Any:
-    """What `wrap` has replaced by `function`; else `function` itself."""
+    """The function that `wrap` replaced by `function`; `function` itself if it replaced none."""
     return function.__wrapped__ if hasattr(function, _WRAPPED) else function
 
 
 def unknown_release(engine: str, version: str, known: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
-    """What is wrong with the release of an engine; "" where it is one of the `known`, the first to the last."""
+    """Why an engine's release is not supported; "" where it lies in `known`, the first and the last release."""
     release = tuple(map(int, re.findall(r"\d+", version)[: len(known[0])]))
     if known[0] <= release <= known[1]:
         return ""

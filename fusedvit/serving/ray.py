@@ -1,10 +1,11 @@
-"""A corpus on a Ray cluster: actors on CPUs decode, an actor a GPU runs the tower and commits whole shards.
+"""A corpus on a Ray cluster: actors on CPUs decode; one actor per GPU runs the tower and commits whole shards.
 
     embed(Job("Qwen/Qwen3-VL-2B-Instruct", ("pictures",), "OUT", shard_size=64), actors=8, decoders=64)
 
-Ray keeps actors alive, repeats what a dead one has not finished, and bounds what waits between them. That each input is
-there once does not depend on Ray: a shard holds fixed inputs, and its rename is its commit, whoever repeats it. The
-folder is that of `fusedvit embed`, and each goes on with the other's. Every node must see the inputs and the folder.
+Ray keeps actors alive, repeats the unfinished work of dead ones, and bounds the queue between them. That each input is
+written once does not depend on Ray: a shard holds fixed inputs and its rename commits it, however often it is repeated.
+The folder has the layout of `fusedvit embed`; either program continues the other's job. Every node must see the inputs
+and the folder.
 """
 
 import functools
@@ -38,30 +39,30 @@ def embed(
     gpus: float = 1,
     done: Callable[[Row], object] = lambda shard: None,
 ) -> list[Row]:
-    """Embeds what is not committed yet, on the cluster that `ray.init` has started or joined.
+    """Embeds the shards that are not committed yet, on the cluster that `ray.init` has started or joined.
 
-    Names are those of this process: relative ones lead on from its working directory.
+    Relative paths start from this process's working directory.
 
     Args:
-        job: all pixels of a shard wait in Ray's object store at once, 3 bytes a pixel: a `shard_size` of 64 is a good
-            one. `device` is not asked: an actor takes the GPU that Ray gives it.
-        actors: that run the tower, on `gpus` GPUs each; of 0, on a CPU each.
-        decoders: that decode, on a CPU each; Ray starts as many of these as keep up.
-        done: called with each shard that is committed: {"number", "inputs", "errors"}.
+        job: all pixels of a shard wait in Ray's object store at once, 3 bytes a pixel: 64 is a good `shard_size`.
+            `device` is ignored: an actor takes the GPU that Ray gives it.
+        actors: actors that run the tower, on `gpus` GPUs each; with `gpus=0` on one CPU each.
+        decoders: the most actors that decode, on one CPU each; Ray starts as many as keep up.
+        done: called with each shard that this call commits: {"number", "inputs", "errors"}.
 
     Returns:
-        All that `done` was called with: what this call has committed. `job.totals` counts what any has.
+        All arguments of `done`: the shards that this call has committed. `job.totals` counts those of every call.
 
     Raises:
-        InputError: an option that is none; what `fusedvit embed` ends with, or shards that did not come back. What was
-            committed stays.
+        InputError: a wrong option, an error that `fusedvit embed` ends with, or shards that did not come back.
+            Committed shards stay.
     """
     check_count("actors", actors)
     check_count("decoders", decoders)
     if not (isinstance(gpus, int | float) and (0 <= gpus <= 1 or (gpus > 1 and gpus == int(gpus)))):
         raise InputError(f"gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got {gpus!r}")
     job.check()
-    _absolute(job).check()  # as actors are given it
+    _absolute(job).check()  # with the paths that actors get
     found: list[Row] = []
 
     def heard(row: Row) -> None:
@@ -83,7 +84,7 @@ def embed(
 
 
 def _absolute(job: Job) -> Job:
-    """The job under names that lead to the same from any folder: an actor's is not the driver's."""
+    """The job with absolute paths: an actor's working directory is not the driver's."""
     model = os.path.abspath(job.model) if os.path.isdir(job.model) else job.model
     return replace(job, model=model, out=os.path.abspath(job.out))
 
@@ -95,7 +96,7 @@ def _run(
     resources: tuple[int, int, float],
     heard: Callable[[Row], None],
 ) -> None:
-    """Embeds the shards `todo`; `resources` are actors with the tower, those that decode, and the GPUs of the first."""
+    """Embeds the shards `todo`; `resources` are the tower's actors, decoding actors, and GPUs per tower's actor."""
     import ray.data
     import ray.exceptions
 
@@ -122,10 +123,10 @@ def _run(
 
 
 def _message_in(error: Exception) -> str:
-    """That of our error which an actor raised, out of the traceback's text, which is all that Ray brings; "" if none.
+    """The message of our error that an actor raised, from the traceback's text, which is all that Ray passes; else "".
 
-    An actor raises rather than return its error: threads of an iteration that was left early outlive it, and end the
-    process when they come upon `ray.shutdown`, with or without the error's last words.
+    An actor raises its error rather than return it. Returned, it would end the iteration early, and the threads that
+    the iteration leaves behind end the process when they meet `ray.shutdown`, perhaps before the error is printed.
     """
     ours = "|".join(rf"{kind.__module__}\.{kind.__qualname__}" for kind in (InputError, UnsupportedModel))
     raised = re.findall(rf"^(?:{ours}): (.*)$", str(error), re.MULTILINE)
@@ -133,7 +134,7 @@ def _message_in(error: Exception) -> str:
 
 
 class _Decoder:
-    """An actor on a CPU: the inputs of a shard to pixels."""
+    """An actor on a CPU: decodes the inputs of a shard to pixels."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -149,19 +150,19 @@ class _Decoder:
 
     @functools.cached_property
     def _frames(self) -> Callable[[VideoFacts], Sequence[int]]:
-        """Which frames of a video are wanted: images need no transformers."""
+        """Chooses frames of a video; built at the first one, since images need no transformers."""
         return frames_of(processors_of(self._model))
 
 
 class _Tower:
-    """An actor on a GPU: the pixels of a shard to the committed shard."""
+    """An actor on a GPU: embeds the pixels of a shard and commits the shard."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     def __call__(self, row: Row) -> Row:
         out = Path(self._job.out)
-        with shards.in_use(out):  # the driver of a job that fails leaves it to those who are still at work
+        with shards.in_use(out):  # the driver of a failed job leaves the folder to actors still at work
             rows = self._embedder.embed(pickle.loads(row["pixels"]))
             found = [replace(each, id=given.id) for each, given in zip(rows, pickle.loads(row["given"]), strict=True)]
             committed = shards.commit(out, row["number"], found, self._embedder.width, self._embedder.dtype)
@@ -170,7 +171,7 @@ class _Tower:
 
     @functools.cached_property
     def _embedder(self) -> Embedder:
-        """Built by the first shard: Ray would try again and again to start an actor that raises."""
+        """Built by the first shard: Ray would restart an actor that raises in its constructor, over and over."""
         if self._job.device == "cuda" and not torch.cuda.is_available():
             raise InputError("an actor that Ray gave a GPU: torch sees none there; gpus=0 runs the job on CPUs")
         return embedder_of(self._job)

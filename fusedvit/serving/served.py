@@ -1,4 +1,4 @@
-"""A fused tower inside a serving engine: prepared as the engine starts or wakes, and when it has written to weights."""
+"""A fused tower inside a serving engine: prepared when the engine starts, wakes or has written to weights."""
 
 import contextlib
 import functools
@@ -24,9 +24,9 @@ class Served:
 
     Attributes:
         ready: weights are prepared and graphs captured.
-        lost: its weights were given back, and hold nothing until they are loaded.
-        sharded: this rank's part of it, where the engine shards its weights.
-        started: it was prepared before, with every graph.
+        lost: the tower's weights were given back, and hold nothing until they are loaded.
+        sharded: this rank's part of the tower, where the engine shards its weights.
+        started: the tower was prepared before, with every graph.
     """
 
     handle: FusedEncoder
@@ -36,25 +36,25 @@ class Served:
     started: bool = False
 
     def changed(self, why: str) -> None:
-        """Somebody has written to its weights, on every rank: they are prepared again, whatever fingerprints say, and
-        shards gathered before."""
+        """Notes that weights were written on every rank: shards are gathered and weights prepared again, whatever
+        fingerprints say."""
         self.ready = False
         self.handle.weights.outdate()
         if self.sharded is not None:
             self.sharded.stale = why
 
     def give_back(self, why: str, lost: bool) -> None:
-        """Gives prepared weights and graphs back until it is prepared again; `lost`: its own weights go, too."""
+        """Gives prepared weights and graphs back until `prepare`; `lost`: the tower's own weights are lost, too."""
         self.handle.release()
         self.changed(why)
         self.lost = lost
 
     def prepare(self, name: str, logger: logging.Logger) -> None:
-        """Prepares weights and captures graphs; what fails is left to the calls, each of which finds its own way.
+        """Prepares weights and captures graphs; if that fails, calls prepare on their own or fall back.
 
-        Every graph the first time, so that an engine that measures memory measures all of it. Later the largest alone,
-        with the static buffers of all: 69 graphs take 2 s, which an engine that sleeps between the steps of a training
-        would wait each time, and a call that needs another captures it in 30 ms.
+        The first time captures every graph, so that an engine that measures memory measures all of it. Later times
+        capture only the largest, with the static buffers of all. 69 graphs take 2 s, a wait at each wake-up for an
+        engine that sleeps between training steps; a call that needs another graph captures it in 30 ms.
 
         Raises:
             RuntimeError: shards could not be gathered.
@@ -69,7 +69,7 @@ class Served:
 
 
 def served_in(model: object) -> list[tuple[str, nn.Module, Served]]:
-    """Paths of the fused towers in `model`, the towers, and what they are to the engine; none in what is no module."""
+    """Path, tower and `Served` of each fused tower in `model`; none if `model` is no module."""
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     return [(path, module, vars(module)[SERVED]) for path, module in modules if SERVED in vars(module)]
 
@@ -82,16 +82,16 @@ def served_whole(
     run: Callable[..., torch.Tensor | None],
     logger: logging.Logger,
 ) -> tuple[Served | None, str]:
-    """A whole copy, whose shards are gathered later, to run in a sharded tower's place; or None and why it cannot, on
-    every rank alike.
+    """A whole copy to run in a sharded tower's place, filled from the shards later; or None and why it cannot run. The
+    result is the same on every rank.
 
     Args:
         built: `tower` as it was built.
-        make: builds the copy and fuses it, or says why it cannot, or shall not, be.
+        make: builds the copy and fuses it, or says why it cannot, or must not, be fused.
         run: the engine's call of a fused tower.
 
     Raises:
-        RuntimeError: another rank did not come.
+        RuntimeError: this rank waited for another in vain.
     """
     whole, why_not = agreed_whole(group, make)
     if whole is None:
@@ -104,8 +104,8 @@ def served_whole(
 
 @contextlib.contextmanager
 def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
-    """Around what writes to the weights of `towers` on every rank, and may fail half way. The ranks where it does not
-    gather next, and are told."""
+    """A context for a write to the weights of `towers` on every rank. Where it fails, this rank tells the others, which
+    gather next."""
     try:
         yield
     except Exception as error:
@@ -118,12 +118,12 @@ def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
 
 
 def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger, again: bool) -> None:
-    """Prepares weights, captures graphs and says what they hold; what fails is left to the calls.
+    """Prepares weights, captures graphs and logs what they hold; a failure is logged and left to the calls.
 
-    It is said where weights are prepared for the first time, and later to who debugs.
+    The log level is INFO when weights are prepared for the first time, and DEBUG later.
 
     Args:
-        again: all of it was done before: of the graphs only the largest is captured.
+        again: every graph was captured before, so only the largest is captured.
     """
     level = logging.DEBUG if handle.weights.prepared else logging.INFO
     try:
@@ -144,6 +144,6 @@ def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger, again: bool
 
 
 def _largest_call(handle: FusedEncoder) -> list[list[tuple[int, int, int]]]:
-    """The grid of an image that the largest graph encodes; none without graphs."""
+    """A call with one image that needs the largest graph; none without graphs."""
     graphs, side = handle.prepared.graphs(), handle.spec.merge_size
     return [] if graphs is None else [[(1, side, side * graphs.limits.largest)]]

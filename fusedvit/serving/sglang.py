@@ -1,10 +1,11 @@
 """The SGLang plugin: `pip install fusedvit` beside SGLang, and its vision towers run fused.
 
-SGLang calls `register` in its processes (entry point group `sglang.srt.plugins`). It notes what a tower's constructor
-builds, and fuses the tower where SGLang has loaded its weights: in the model runner and in the encoder server, before
-the KV pool takes what memory is left. What cannot run fused runs SGLang's own code, and one log line says why.
+SGLang calls `register` in its processes (entry point group `sglang.srt.plugins`). The plugin notes what a tower's
+constructor builds, and fuses the tower once SGLang has loaded its weights: in the model runner and in the encoder
+server, before the KV pool takes the remaining memory. A tower that cannot run fused runs SGLang's own code, and one log
+line says why.
 
-An encoder server of several ranks loads plugins in its first alone; the others take
+An encoder server of several ranks loads plugins only in its first rank; the others need
 `SGLANG_EXTERNAL_MODEL_PACKAGE=fusedvit.serving.sglang_encoder`. Switch and options: see `plugin`.
 """
 
@@ -35,7 +36,7 @@ from fusedvit.serving.sglang_towers import SGLANG, TOWERS
 RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
 _BUILT = "_fusedvit_built"  # in a tower's __dict__
 _DATA_PARALLEL = "use_data_parallel"  # of a tower's constructor: whole weights
-_LOADED = "maybe_precompile_model_kernels_after_loading"  # called with weights in place and no KV pool yet
+_LOADED = "maybe_precompile_model_kernels_after_loading"  # called after loading, before the KV pool
 _SHARDED = "its weights are sharded over {} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
 _WEIGHTS, _GRAPHS = "weights", "cuda_graph"  # kinds of memory that SGLang gives back and takes again
 
@@ -44,13 +45,13 @@ logger = logging.getLogger("sglang.fusedvit")
 
 @dataclass(frozen=True)
 class Noted:
-    """What a tower was when its constructor returned.
+    """Facts about a tower, noted when its constructor returned.
 
     Attributes:
-        built: its structure; None where `wrong` says why there is none.
+        built: its structure; None where `wrong` says why it has none.
         config: its vision config.
-        graphs: the attributes that make it run CUDA graphs of SGLang's own, which are off since.
-        whole: builds such a tower with whole weights, which hold nothing yet; None where SGLang cannot.
+        graphs: original values of the attributes that switch SGLang's own CUDA graphs on; `_note` switches them off.
+        whole: builds the same tower with whole weights, not loaded yet; None where SGLang cannot.
     """
 
     built: Built | None
@@ -61,10 +62,10 @@ class Noted:
 
 
 def register() -> None:
-    """Changes SGLang's towers as they are imported; more often than once changes nothing.
+    """Changes SGLang's towers as they are imported; a repeated call changes nothing.
 
     Raises:
-        ValueError: `FUSEDVIT_CONFIG` holds no options.
+        ValueError: `FUSEDVIT_CONFIG` holds no valid options.
     """
     install(_TOWERS)
 
@@ -91,7 +92,7 @@ def _patch_towers(module: ModuleType) -> None:
 
 
 def _wrong_signature(cls: Any) -> str:
-    """What of a tower's class is not as in the known releases; "" for nothing."""
+    """How a tower's class differs from the known releases; "" if it does not."""
     if cls is None:
         return "SGLang has no such class any more"
     built, called = inspect.signature(cls.__init__).parameters, inspect.signature(cls.forward).parameters
@@ -103,14 +104,14 @@ def _wrong_signature(cls: Any) -> str:
 
 
 def _construct(cls: Any, family: Family, original: Callable[..., None], tower: Any, *args: Any, **kwargs: Any) -> None:
-    """A tower's constructor; what it built is noted as it returns, before anybody else has the tower."""
+    """Runs a tower's constructor and notes what it built before any other code has a reference to the tower."""
     import sglang.version
 
     original(tower, *args, **kwargs)
-    if type(tower) is not cls:  # somebody's subclass, which notes itself or may compute something else
+    if type(tower) is not cls:  # a subclass, which is noted by its own patch or may compute something else
         return
     wrong = unknown_release("SGLang", sglang.version.__version__, RELEASES)
-    for module, patch in _LOADERS.items():  # complete by now, as they need not be when plugins are loaded
+    for module, patch in _LOADERS.items():  # fully imported by now, unlike when plugins load
         if module in sys.modules and not wrong:
             wrong = patch(sys.modules[module])
     bound = inspect.signature(original).bind(tower, *args, **kwargs)
@@ -136,7 +137,7 @@ def _note(tower: Any, config: Any, whole: Callable[[], Any] | None = None) -> No
     graphs = {name: vars(tower)[name] for name in ("enable_cg", "cuda_graph_runner") if name in vars(tower)}
     if graphs.get("enable_cg"):
         tower.enable_cg, tower.cuda_graph_runner = False, None
-    for module in tower.modules():  # as at its first call: which kernels it takes is settled once per process
+    for module in tower.modules():  # as SGLang does at the first call; a process settles its kernels once
         if vars(module).get("_forward_method", module) is None:
             module._forward_method = module._resolve_forward_method()
     try:
@@ -186,7 +187,7 @@ def _ranks(tower: nn.Module) -> int:
 
 
 def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
-    """What of SGLang's options keeps a tower from running fused, the same on every rank; "" for nothing."""
+    """Why SGLang's options keep a tower from running fused, the same on every rank; "" if they do not."""
     from sglang.srt.runtime_context import get_exec, get_parallel
 
     ranks = _ranks(tower)
@@ -207,7 +208,7 @@ def _rank() -> int:
 
 
 def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
-    """Fuses a tower, or says why it cannot run fused."""
+    """Fuses a tower; returns why it cannot run fused, or ""."""
     try:
         spec = family.spec_from_config(noted.config)
     except (ValueError, TypeError, AttributeError) as error:
@@ -223,12 +224,12 @@ def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
 
 
 def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
-    """As `served_whole`, which then runs; "" for nothing."""
+    """Lets a whole copy run in the sharded tower's place; returns why it cannot, or ""."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     def make() -> tuple[Any, str]:
         assert noted.whole is not None, "asked before"
-        if not may_gather():  # asked here, where ranks agree: each has an environment of its own
+        if not may_gather():  # asked where ranks agree on the outcome: each has an environment of its own
             return None, _SHARDED.format(_ranks(tower))
         parameter, default = next(tower.parameters()), torch.get_default_dtype()
         torch.set_default_dtype(parameter.dtype)
@@ -249,8 +250,8 @@ def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
 
 
 def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
-    """As `run`, of a tower with shards: every rank encodes its share, and has all rows."""
-    grid = grid_of(handle, grid_thw)  # every rank has the same, and refuses the same
+    """As `run`, for a sharded tower: every rank encodes its share and returns all rows."""
+    grid = grid_of(handle, grid_thw)  # the same on every rank, so every rank refuses alike
     if grid is None or _spans_frames(handle, grid):
         return None
     found: torch.Tensor | None = vars(tower)[SERVED].sharded(x, grid)
@@ -265,7 +266,7 @@ def _spans_frames(handle: FusedEncoder, grid: torch.Tensor) -> bool:
 
 
 def _turn_off_graphs() -> None:
-    """Calls that fall back take SGLang's eager code: its own graphs place positions elsewhere."""
+    """Makes calls that fall back run SGLang's eager code: SGLang's own graphs place positions elsewhere."""
     from sglang.srt.environ import envs
 
     if envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get():
@@ -274,12 +275,12 @@ def _turn_off_graphs() -> None:
 
 
 def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
-    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`, or None, and SGLang's own runs.
+    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`; None runs SGLang's own.
 
     Args:
         x: `[patches, patch_width]`, normalised.
-        grid_thw: `[items, 3]`, an array too, or a list of triples. What SGLang takes and the encoder does not, or only
-            SGLang can refuse as it does, is left to SGLang.
+        grid_thw: `[items, 3]`: a tensor, an array or a list of triples. A grid that the encoder refuses goes to
+            SGLang's code, which accepts it or raises its own error.
     """
     grid = grid_of(handle, grid_thw)
     if grid is None or _spans_frames(handle, grid):
@@ -292,7 +293,7 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) 
 
 
 def _release(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gives prepared weights and graphs back with SGLang's weights or graphs."""
+    """Gives prepared weights and graphs back when SGLang gives back its own weights or graphs."""
     from sglang.srt.runtime_context import get_exec
 
     found = original(manager, *args, **kwargs)
@@ -307,14 +308,14 @@ def _release(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
 
 
 def _resume(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepares again where weights have their content: not those that were given back without a copy."""
+    """Prepares resumed towers again, except those whose weights were given back without a copy."""
     found = original(manager, *args, **kwargs)
     _prepare_awake(manager)
     return found
 
 
 def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Other content in the same parameters, prepared at once; what was lost is there again."""
+    """Prepares towers at once after SGLang has written new content to their parameters; success ends `lost`."""
     towers = [served for *_, served in _served_of(manager)]
     with writing(towers, "updated"):
         found = original(manager, *args, **kwargs)
@@ -333,7 +334,7 @@ def _prepare_awake(manager: Any) -> None:
 
 
 def _served_of(manager: Any) -> list[tuple[str, nn.Module, Served]]:
-    """Of the model that is served, and of a draft model with a tower of its own: each tower once."""
+    """Fused towers of the served model, and of a draft model with a tower of its own, each tower once."""
     draft = getattr(manager, "draft_worker", None)
     runners: list[Any] = getattr(draft, "weight_update_runners", list)()
     models = [manager.tp_worker.model_runner.model, *(runner.model for _, runner in runners)]
@@ -341,7 +342,7 @@ def _served_of(manager: Any) -> list[tuple[str, nn.Module, Served]]:
     return [each for i, each in enumerate(found) if all(each[-1] is not before for *_, before in found[:i])]
 
 
-# where
+# the functions of SGLang that are replaced
 
 
 def _patch_runner(module: ModuleType) -> str:
@@ -364,7 +365,7 @@ def _patch_scheduler(module: ModuleType) -> str:
 
 
 def _hooked(owner: Any, around: Mapping[str, Callable[..., Any]]) -> str:
-    """Replaces functions of `owner`; says which of them there is not."""
+    """Replaces functions of `owner`; returns which of them is missing, or ""."""
     missing = [name for name, replacement in around.items() if not wrap(owner, name, replacement)]
     return f"{owner.__name__} has no {missing[0]}" if missing else ""
 

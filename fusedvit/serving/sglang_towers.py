@@ -1,4 +1,4 @@
-"""SGLang's vision towers as dialects of our families: what its modules and parameter names are for the same weights."""
+"""SGLang's vision towers as dialects of our families: the same weights under SGLang's modules and parameter names."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,7 +55,7 @@ SGLANG = Engine(
 
 
 def _renamed(names: WeightNames) -> WeightNames:
-    """SGLang's attention holds `qkv_proj`, its MLPs `act`; it merges gate and up into one layer."""
+    """SGLang names the attention's merged layer `qkv_proj` and an MLP's activation `act`; it merges gate and up."""
     if len(names.fc1) == 2:
         names = replace(names, fc1=("blocks.{}.mlp.gate_up_proj",))
     return replace(names, qkv=("blocks.{}.attn.qkv_proj",), act="blocks.{}.mlp.act")
@@ -70,8 +70,8 @@ def _rounded(spec_from_config: Callable[[Any], VisionSpec]) -> Callable[[Any], V
 
 
 def _in_order(family: Family) -> Family:
-    """SGLang counts its deepstack mergers up, block by block, where others take that of the block's index in the list:
-    the two agree where the list ascends."""
+    """SGLang takes deepstack mergers in the order of blocks, others by the block's index in the list: these agree only
+    where the list ascends."""
 
     def spec_from_config(config: Any) -> VisionSpec:
         spec = family.spec_from_config(config)

@@ -1,8 +1,8 @@
 """Sharded towers: the shards are gathered once, and every rank encodes its share of each call.
 
-Engines shard a tower over the GPUs of its language model. Here each rank holds a whole copy of it besides, which runs
-fused; the shards stay as they are. A call's items are divided over the ranks, and the rows are gathered. What cannot be
-divided, one image, every rank encodes by itself.
+Engines shard a tower over the GPUs of its language model. Each rank additionally gets a whole copy of the tower, and
+the copy runs fused; the shards stay as they are. A call's items are divided over the ranks, and the rows are gathered.
+A call that cannot be divided, such as one image, is encoded by every rank.
 
 Before ranks wait for each other they agree (`agreement.py`), over the engine's own group on the CPU.
 """
@@ -46,31 +46,31 @@ Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.T
 
 
 def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]]) -> tuple[nn.Module | None, str]:
-    """A whole tower, or None and why every rank runs the engine's code.
+    """Builds the whole tower on every rank; or gives None, and why every rank runs the engine's code.
 
     Args:
-        make: builds it on this rank, and says why it cannot, or shall not, run fused; "" for nothing.
+        make: builds the tower on this rank; its text says why the tower cannot, or must not, run fused, or is "".
 
     Raises:
-        RuntimeError: on this rank, another did not come.
+        RuntimeError: this rank waited for another in vain.
     """
     whole = None
     try:
         whole, why_not = make()
-    except Exception as error:  # noqa: BLE001 - the engine shall start without us
+    except Exception as error:  # noqa: BLE001 - the engine must start, without us
         why_not = told(error)
     agreed = Agreement(group).on("build", OWN if why_not else FUSED, why_not, BUILDING)
     return (whole, "") if agreed.state == FUSED else (None, agreed.detail)
 
 
 def divided(shares: list[Share]) -> list[Share]:
-    """A share for each rank, or one alone for all of them: what cannot be divided every rank encodes by itself."""
+    """A share for each rank; or, where only one share has items, that one alone, which every rank then encodes."""
     busy = [share for share in shares if share.pieces]
     return busy if len(busy) == 1 else shares
 
 
 class _Baseline(NamedTuple):
-    """What a rank's shards, its buffers and their modules were when they were gathered."""
+    """The state of a rank's shards, its buffers and their modules when the shards were gathered."""
 
     snapshot: Snapshot
     content: ContentCheck | None
@@ -82,7 +82,7 @@ class _Baseline(NamedTuple):
         return _Baseline(source.snapshot(), check)
 
     def begin(self) -> Callable[[], bool]:
-        """Starts to compare; what it returns says whether all is as it was."""
+        """Starts a comparison; the returned function ends it and says whether nothing has changed."""
         content, snapshot = self.content, self.snapshot
         if content is None or not snapshot.in_place():
             return lambda: snapshot.in_place() and snapshot.unchanged()
@@ -91,7 +91,8 @@ class _Baseline(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """How one rank fared: its rows, padded to the longest share, and memory for all; all rows where they are all."""
+    """How one rank fared. `mine` is its rows, padded to the longest share; `all` takes those of every rank, `rows` the
+    call's result. Where every rank encodes the whole call, `mine` is the result."""
 
     state: str
     detail: str = ""
@@ -107,12 +108,12 @@ class ShardedTower:
 
     Attributes:
         sharded: the engine's tower.
-        whole: of the same class, with whole parameters; nobody else has it.
-        handle: of `whole`.
+        whole: the copy, of the same class with whole parameters; no other code refers to it.
+        handle: the handle of `whole`.
         built: `sharded` as it was built.
         encode: the engine's call of a fused tower.
         logger: the engine's, or below it.
-        stale: why shards must be gathered before the next call; "" for nothing. Set by what every rank passes only.
+        stale: why shards must be gathered before the next call, or "". Only set where every rank sets it.
     """
 
     sharded: nn.Module
@@ -128,28 +129,28 @@ class ShardedTower:
     _check_content: bool = field(init=False)
     _agreement: Agreement = field(init=False)
     _said: set[str] = field(default_factory=set, init=False)
-    _left: dict[str, int] = field(default_factory=dict, init=False)  # calls of the copy that were not fused
+    _left: dict[str, int] = field(default_factory=dict, init=False)  # calls of the copy in original code, by reason
 
     def __post_init__(self) -> None:
         config = self.handle.config
         self._check_content = config.watch_data
-        self.handle.reconfigure(replace(config, watch_data=False))  # nobody else has the copy
+        self.handle.reconfigure(replace(config, watch_data=False))  # no other code can write to the copy
         self._agreement = Agreement(self.group)
 
     def __call__(self, pixels: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
         """All rows of a call, `[tokens, (1 + deepstack) * out]`; None: every rank runs the engine's code.
 
         Raises:
-            RuntimeError: on every rank, what one of them met.
+            RuntimeError: one rank has failed; raised on every rank.
             TypeError, ValueError: as a call of the tower.
         """
         grid = check_grid(grid_thw).cpu()
         shares = shares_of(self.handle.spec, len(pixels), grid, self.group.size)
-        patience = LOADING if self.stale else self.patience  # one rank may compile more than another at first
+        patience = LOADING if self.stale else self.patience  # at first, ranks may compile for different times
         for _ in range(2):
             if self.stale and not self.gather(self.patience):  # every rank is at this call
                 return None
-            if shares is None:  # which the tower says best, and every rank alike
+            if shares is None:  # wrong input: the tower raises the best message, the same on every rank
                 return self.encode(self.handle, self.whole, pixels, grid)
             found = self._encoded(pixels, divided(shares))
             try:
@@ -169,7 +170,7 @@ class ShardedTower:
         return [share.patches() // self.handle.spec.merge_size**2 for share in shares]
 
     def _encoded(self, pixels: torch.Tensor, shares: Sequence[Share]) -> _Encoded:
-        """This rank's share; whatever goes wrong is told to the others before it is raised."""
+        """Encodes this rank's share. An error is returned, not raised: the other ranks must learn of it first."""
         assert self._baseline is not None, "gathered"
         share, tokens = shares[self.group.rank % len(shares)], self._tokens(shares)
         try:
@@ -177,7 +178,7 @@ class ShardedTower:
             try:
                 rows = self.encode(self.handle, self.whole, share.pixels_of(pixels), share.grid)
             finally:
-                as_gathered = unchanged()  # whatever was raised: until then a read is under way
+                as_gathered = unchanged()  # after an error, too: it waits for the read that `begin` started
             if not as_gathered:
                 path = hooked(self.sharded)
                 return _Encoded(OWN, f"a hook on {path}") if path else self._changed()
@@ -197,14 +198,14 @@ class ShardedTower:
             return _Encoded(FAILED, told(error), error)
 
     def _why_left(self) -> str:
-        """Why the copy has just taken its original code."""
+        """Why the copy's last call ran its original code."""
         found = self.handle.stats()
         new = [kind for kind, count in found["original"].items() if count > self._left.get(kind, 0)]
         self._left = found["original"]
         return ", ".join(f"{kind}: {found['details'].get(kind, '')}".rstrip(": ") for kind in new)
 
     def _changed(self) -> _Encoded:
-        """Other modules or code keep the tower from running fused; other content is gathered again."""
+        """Changed modules or code keep the tower from running fused; changed content has the shards gathered again."""
         reason = self._reason()
         return _Encoded(OWN, reason) if reason else _Encoded(STALE)
 
@@ -218,13 +219,13 @@ class ShardedTower:
     # weights
 
     def gather(self, seconds: float = LOADING) -> bool:
-        """Makes the whole copy of all ranks' shards; False: on every rank something keeps it from running fused.
+        """Fills the whole copy from all ranks' shards; False, on every rank: some rank cannot run fused.
 
         Args:
-            seconds: that the other ranks are waited for.
+            seconds: how long to wait for the other ranks.
 
         Raises:
-            RuntimeError: on every rank, what one of them met.
+            RuntimeError: one rank has failed; raised on every rank.
         """
         with torch.inference_mode(False), torch.no_grad():
             return self._gather(seconds)
@@ -257,13 +258,13 @@ class ShardedTower:
         return True
 
     def failed(self, error: Exception) -> None:
-        """Tells the others, which gather next, that this rank has failed before it came to that."""
+        """Tells the other ranks, whose next step is to gather, that this rank failed before that step."""
         self.stale = "gathering failed"
-        with contextlib.suppress(RuntimeError):  # `error` is what its caller learns of
+        with contextlib.suppress(RuntimeError):  # the caller raises `error` instead
             self._agreement.on("gather", FAILED, told(error), LOADING)
 
     def _own(self, why: str) -> None:
-        """Every rank runs the engine's code: said once for each reason."""
+        """Logs, once per reason, that every rank runs the engine's code."""
         if why not in self._said:
             self._said.add(why)
             self._say(f"{type(self.whole).__name__} runs the engine's own code on every rank: {why}")
@@ -289,10 +290,10 @@ class ShardedTower:
                 buffer.copy_(buffers[name])
 
     def after(self, work: Callable[[], object]) -> None:
-        """Does what each rank does by itself, such as compiling kernels, and waits for the others.
+        """Runs `work`, which each rank does by itself, such as compiling kernels, and waits for the other ranks.
 
         Raises:
-            RuntimeError: on every rank, where one has failed.
+            RuntimeError: one rank has failed; raised on every rank.
         """
         failed = ""
         try:
@@ -302,7 +303,7 @@ class ShardedTower:
         self._agreement.on("warm-up", FAILED if failed else FUSED, failed, LOADING)
 
     def _reason(self) -> str:
-        """What of the sharded tower keeps the whole one from standing for it; "" for nothing."""
+        """Why the whole copy cannot stand for the sharded tower; "" if it can."""
         path = hooked(self.sharded)
         if path:
             return f"a hook on {path}"

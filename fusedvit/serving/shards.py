@@ -1,4 +1,4 @@
-"""How the shards of a tower's parameters, one on each rank, make those of a whole tower."""
+"""How the shards of a tower's parameters, one on each rank, are joined into whole parameters."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from torch import nn
 
 
 class Shard(NamedTuple):
-    """How the shards of a parameter make the whole.
+    """How the shards of one parameter are joined.
 
     Attributes:
-        name: of the parameter.
-        dim: along which it is cut; None where every rank has all of it.
+        name: the parameter's name.
+        dim: the dimension along which it is cut; None where every rank has all of it.
         parts: rows of each merged output (q, k and v; gate and up) in a rank's shard, if it is cut along its rows.
     """
 
@@ -20,7 +20,7 @@ class Shard(NamedTuple):
     parts: tuple[int, ...]
 
     def join_(self, whole: torch.Tensor, shards: torch.Tensor) -> None:
-        """Writes the ranks' shards, `[size, *shard]`, to where they belong; what only pads a table is left."""
+        """Copies the ranks' shards, `[size, *shard]`, into `whole`, without rows that only pad an embedding table."""
         size = len(shards)
         for rank, shard in enumerate(shards):
             if self.dim:
@@ -35,10 +35,10 @@ class Shard(NamedTuple):
 
 
 def layout_of(sharded: nn.Module, whole: nn.Module, size: int) -> tuple[Shard, ...]:
-    """How the shards of a tower's parameters make those of a whole one.
+    """How the shards of each of a tower's parameters are joined.
 
     Raises:
-        ValueError: a parameter that is cut in another way than engines' linear layers and embeddings are.
+        ValueError: a parameter is cut in another way than engines cut linear layers and embeddings.
     """
     mine, theirs = dict(sharded.named_parameters()), dict(whole.named_parameters())
     if mine.keys() != theirs.keys():

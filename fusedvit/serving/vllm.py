@@ -1,9 +1,9 @@
 """The vLLM plugin: `pip install fusedvit` beside vLLM, and its vision towers run fused.
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It changes classes of vLLM
-as their modules are imported, and nothing else: a tower's constructor fuses the tower, the model runner's profile run
-prepares weights and captures graphs first, so that `gpu_memory_utilization` accounts for them, and the worker's sleep
-gives them back. What cannot run fused runs vLLM's own code, and one log line says why.
+as their modules are imported, and nothing else. A tower's constructor fuses the tower. The model runner's profile run
+first prepares weights and captures graphs, so that `gpu_memory_utilization` accounts for them; the worker's sleep gives
+them back. A tower that cannot run fused runs vLLM's own code, and one log line says why.
 
     FUSEDVIT_DISABLE=1   leaves vLLM as it is
     FUSEDVIT_CONFIG      options of `FuseConfig` as JSON: '{"token_budgets": [4096], "strict": true}'
@@ -51,21 +51,21 @@ from fusedvit.serving.vllm_worker import (
 RELEASES = ((0, 26), (0, 33))  # first and last that are known
 _RAY = "vllm.ray.ray_env"
 _TRANSFORMERS = "vllm.model_executor.models.transformers.multimodal"
-_ADAPTERS = "vllm.model_executor.models.adapters"  # makes pooling models of others, whose towers they leave alone
-_REPLICATED = "ReplicatedLinear"  # whole on every rank, whatever its tp_size
-_METHOD = "quant_method"  # of layers: what computes them
-_NORM = "FusedMMInputNorm"  # vLLM's, of bytes on the device
-_OVERTAKEN = 3  # runs of a call that may end with another normalisation than they began with
+_ADAPTERS = "vllm.model_executor.models.adapters"  # its subclasses make pooling models of others, with the same tower
+_REPLICATED = "ReplicatedLinear"  # whole on every rank, even if its tp_size is not 1
+_METHOD = "quant_method"  # attribute of a layer: the object that computes it
+_NORM = "FusedMMInputNorm"  # vLLM's module that normalises bytes on the device
+_OVERTAKEN = 3  # attempts at a call, each dropped if the normalisation has changed meanwhile
 
 
-# what vLLM calls
+# entry point
 
 
 def register() -> None:
-    """Changes vLLM's classes as they are imported; more often than once changes nothing.
+    """Changes vLLM's classes as they are imported; a repeated call changes nothing.
 
     Raises:
-        ValueError: `FUSEDVIT_CONFIG` holds no options.
+        ValueError: `FUSEDVIT_CONFIG` holds no valid options.
     """
     install(_PATCHES)
 
@@ -93,7 +93,7 @@ def _patch_towers(module: ModuleType) -> None:
 
 
 def _wrong_signature(cls: Any) -> str:
-    """What of a tower's class is not as in the known releases; "" for nothing."""
+    """How a tower's class differs from the known releases; "" if it does not."""
     built, called = inspect.signature(cls.__init__).parameters, inspect.signature(cls.forward).parameters
     if "vision_config" not in built:
         return f"its constructor takes {[*built]}, expected vision_config among them"
@@ -104,7 +104,7 @@ def _wrong_signature(cls: Any) -> str:
 
 
 def _construct(cls: Any, family: Family, original: Callable[..., None], tower: Any, *args: Any, **kwargs: Any) -> None:
-    """A tower's constructor, and the tower fused as it returns: nobody else has had it in hands."""
+    """Runs a tower's constructor, then fuses the tower before any other code has a reference to it."""
     original(tower, *args, **kwargs)
     if type(tower) is not cls:
         _say(type(tower), tower, f"it is a subclass of {cls.__name__}, and may compute something else")
@@ -120,7 +120,7 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
 def _construct_model(
     cls: Any, family: Family, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """As `_construct`, of a model that holds Hugging Face's tower."""
+    """As `_construct`, for a model that holds Hugging Face's tower."""
     original(model, *args, **kwargs)
     tower: Any = getattr(model, vllm_gemma.TOWER, None)
     if type(tower).__name__ not in family.class_names:
@@ -134,7 +134,7 @@ def _construct_model(
 
 
 def _construct_hugging_faces(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """The constructor of Hugging Face's models inside vLLM's: a line for each tower that would run fused elsewhere."""
+    """Runs the constructor of a Hugging Face model inside vLLM, then logs each tower of a known family as not fused."""
     original(model, *args, **kwargs)
     for tower in model.modules():
         if family_of(type(tower).__name__) is not None:
@@ -142,7 +142,7 @@ def _construct_hugging_faces(original: Callable[..., None], model: Any, *args: A
 
 
 def _check_options(family: Family, vision_config: Any) -> None:
-    """Raises ValueError where `FUSEDVIT_CONFIG` has options that the tower cannot meet, however much memory is free."""
+    """Raises ValueError if the tower cannot meet options of `FUSEDVIT_CONFIG`, however much memory is free."""
     given = options()
     try:
         spec = family.spec_from_config(vision_config)
@@ -155,13 +155,13 @@ def _check_options(family: Family, vision_config: Any) -> None:
 
 
 def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
-    """Fuses a tower that has whole weights, or says why neither it nor one with shards can run fused."""
+    """Fuses a tower with whole weights; returns why it cannot run fused, whole or sharded, or ""."""
     cls = type(tower)
     try:
         why_not = _reason_of_engine(tower)
         if not why_not and _ranks(tower) == 1:
             why_not = _fuse(tower, family, config)
-    except Exception as error:  # vLLM shall start, whatever it holds that we did not foresee
+    except Exception as error:  # vLLM must start, whatever a tower holds that we did not foresee
         why_not = f"{type(error).__name__}: {unnamed(error)}"
         if type(tower) is not cls:
             unfuse(tower)
@@ -183,11 +183,11 @@ def _say(cls: type, tower: nn.Module, why_not: str) -> None:
 
 
 def _reason_of_engine(tower: nn.Module) -> str:
-    """What of vLLM's options and release keeps a tower from running fused, the same on every rank; "" for nothing."""
+    """Why vLLM's options or release keep a tower from running fused, the same on every rank; "" if they do not."""
     import vllm
 
     unknown = unknown_release("vLLM", vllm.__version__, RELEASES)
-    if unknown:  # before anything else is asked of it
+    if unknown:  # first: what follows reads attributes of known releases
         return unknown
     envs, config = _vllm()
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
@@ -213,21 +213,21 @@ def _encodes() -> bool:
 
 
 def _text_only(config: Any) -> bool:
-    """Whether vLLM takes no pictures: it throws the tower away, which it builds on no device."""
+    """Whether vLLM takes neither images nor videos: it then builds the tower on no device and discards it."""
     modes = getattr(getattr(config, "model_config", None), "multimodal_config", None)
     return modes is not None and all(modes.get_limit_per_prompt(kind) == 0 for kind in ("image", "video"))
 
 
 def _quantised_by(tower: nn.Module) -> str:
-    """The class that computes a layer of the tower, where that is not vLLM's plain one; "" for none. Some of them hold
-    weights on no device until these are loaded."""
+    """The name of a `quant_method` class in the tower that is not vLLM's unquantised one; "" for none. Some of these
+    classes hold weights on no device until the weights are loaded."""
     methods = (type(m) for m in (vars(module).get(_METHOD) for module in tower.modules()) if m is not None)
     known = VLLM.objects[_METHOD]
     return next((cls.__name__ for cls in methods if name_of(cls) not in known), "")
 
 
 def _offloaded(tower: nn.Module, config: Any) -> bool:
-    """Whether vLLM moves weights of the tower to the CPU, which it does once the model is built."""
+    """Whether vLLM will move weights of the tower to the CPU after it has built the model."""
     given: Any = getattr(config, "offload_config", None)
     uva, prefetch = getattr(given, "uva", None), getattr(given, "prefetch", None)
     if uva is None or not uva.cpu_offload_gb:
@@ -263,15 +263,15 @@ def _ranks(tower: nn.Module) -> int:
 
 
 def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
-    """Such a tower with whole weights, which hold nothing yet, fused; and why it cannot, or shall not, be."""
-    if not may_gather():  # asked here, where ranks agree: each has an environment of its own
+    """Builds and fuses the tower with whole weights, not loaded yet. The text says why it cannot, or must not, be."""
+    if not may_gather():  # asked where ranks agree on the outcome: each has an environment of its own
         how = "with --mm-encoder-tp-mode data every GPU runs it fused"
         return None, f"its weights are sharded over several GPUs, and {CONFIG} forbids to gather them; {how}"
     whole, mode = cls.__new__(cls), _vllm()[1].model_config.multimodal_config
     kept = mode.mm_encoder_tp_mode
     mode.mm_encoder_tp_mode = "data"
     try:
-        with torch.inference_mode(False):  # it is written to in any mode, whichever the model is built in
+        with torch.inference_mode(False):  # weights must be writable in any mode, whichever vLLM builds models in
             original(whole, *args, **kwargs)
     finally:
         mode.mm_encoder_tp_mode = kept
@@ -279,7 +279,7 @@ def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: An
 
 
 def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
-    """As `served_whole`, which then runs; "" for nothing."""
+    """Lets a whole copy run in the sharded tower's place; returns why it cannot, or ""."""
     from vllm.distributed import get_tp_group
 
     served, why_not = served_whole(tower, Built.of(tower, VLLM), EngineGroup.of(get_tp_group()), make, run, logger)
@@ -289,15 +289,15 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
 
 
 def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> Any:
-    """As `run`, of a tower with shards: every rank encodes its share, and has all rows."""
+    """As `run`, for a sharded tower: every rank encodes its share and returns all rows."""
     if grid_thw is None or any(value is not None for value in more.values()):
         return None
-    grid = grid_of(handle, grid_thw)  # every rank has the same, and refuses the same
+    grid = grid_of(handle, grid_thw)  # the same on every rank, so every rank refuses alike
     return None if grid is None else vars(tower)[SERVED].sharded(x, grid)
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`load_weights` of a tower, or of a model that holds one: what it has written to is prepared again."""
+    """Runs `load_weights` of a tower, or of a model that holds one, and has the written weights prepared again."""
     try:
         return original(tower, *args, **kwargs)
     finally:
@@ -306,7 +306,7 @@ def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: 
 
 
 def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
-    """Fuses a tower, or says why it cannot run fused."""
+    """Fuses a tower; returns why it cannot run fused, or ""."""
     try:
         built = Built.of(tower, family.engine)
         spec = family.spec_from_config(vision_config)
@@ -327,18 +327,18 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
 
 
 def _limited(given: FuseConfig, config: Any) -> FuseConfig:
-    """Options with the limits of vLLM's scheduler and of its own encoder graphs, where the user gave none."""
+    """Fills limits that the user left open from vLLM's scheduler and its own encoder graphs."""
     if config is None:
         return given
     graphs, most = config.compilation_config, config.scheduler_config.max_num_encoder_input_tokens
     budgets = sorted(set(getattr(graphs, "encoder_cudagraph_token_budgets", None) or ()))
-    found: dict[str, Any] = {  # buffers grow with the largest budget, and a larger batch is cut
+    found: dict[str, Any] = {  # buffers grow with the largest budget; larger batches are split
         "token_budgets": (budgets or (min(most, LARGEST_BUDGET),)) if given.memory is None else None,
         "max_items": getattr(graphs, "encoder_cudagraph_max_vision_items_per_batch", None) or None,
         "max_frames": getattr(graphs, "encoder_cudagraph_max_frames_per_batch", None) or None,
     }
     theirs = {name: value for name, value in found.items() if value is not None and getattr(given, name) is None}
-    sizes = theirs.get("token_budgets", given.token_budgets)  # from here what vLLM takes and we would refuse
+    sizes = theirs.get("token_budgets", given.token_budgets)  # below: values that vLLM accepts and we would refuse
     if "max_items" in theirs and sizes:
         theirs["max_items"] = min(theirs["max_items"], sizes[-1])
     items = theirs.get("max_items", given.max_items)
@@ -348,13 +348,13 @@ def _limited(given: FuseConfig, config: Any) -> FuseConfig:
 
 
 def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> torch.Tensor | None:
-    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`, or None, and vLLM's own runs.
+    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`; None runs vLLM's own.
 
     Args:
         x: `[patches, patch_width]`, normalised, or bytes where vLLM normalises on the device.
-        grid_thw: `[items, 3]`, an array too, or a list of triples. What vLLM takes and the encoder does not, or only
-            vLLM can refuse as it does, is left to vLLM.
-        more: `encoder_metadata`, which vLLM's own graphs bring.
+        grid_thw: `[items, 3]`: a tensor, an array or a list of triples. A grid that the encoder refuses goes to vLLM's
+            code, which accepts it or raises its own error.
+        more: `encoder_metadata`, which vLLM's own graphs pass.
     """
     if grid_thw is None or any(value is not None for value in more.values()):
         return None
@@ -371,7 +371,7 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
 
 
 def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:
-    """Bytes with their normalisation, which is folded into the weights; else what vLLM's `forward` begins with."""
+    """Bytes marked with the normalisation to fold into the weights; else normalised pixels, as vLLM computes them."""
     norm = tower._modules.get("input_norm")
     if norm is None:
         return x
@@ -383,13 +383,13 @@ def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_still(tower: nn.Module, normalization: Normalization) -> bool:
-    """Whether a call ran with the normalisation that the tower has. The call itself is what notices other content in
-    the same buffers, by fingerprints, and prepares the weights again."""
+    """Whether the tower still has the `normalization` that a call ran with. If the same buffers have new content, the
+    call's own fingerprints find it and the weights are prepared again."""
     return _normalization(tower) == normalization
 
 
 def _normalization(tower: nn.Module) -> Normalization | None:
-    """What vLLM makes of bytes, as its buffers say now: read from the device where they may have changed since."""
+    """vLLM's normalisation of bytes, read from the buffers on the device again if these may have changed."""
     norm, served = tower._modules.get("input_norm"), vars(tower)[SERVED]
     state = _state_of(norm, served.handle)
     if not _same_state(state, served.read_from):
@@ -399,11 +399,11 @@ def _normalization(tower: nn.Module) -> Normalization | None:
 
 
 def _state_of(norm: nn.Module | None, handle: FusedEncoder) -> tuple[Any, ...]:
-    """What must not have changed for the buffers of `norm` to hold what was read of them; nothing waits for a GPU.
+    """Facts that stay equal until the buffers of `norm` may have changed; collecting them waits for no GPU.
 
-    Assigning a buffer makes another object, of the same version perhaps; buffers made in inference mode have none.
-    Content that is written past all of this (`.data`) is among the fingerprints that are taken at each call, and
-    weights are prepared again: how often they were is part of the state.
+    An assigned buffer is a new object, perhaps of the same version; buffers made in inference mode have no version.
+    Writes that bypass both (`.data`) change the fingerprints that each call takes, and weights are prepared again:
+    therefore the number of preparations is part of the state.
     """
     buffers = (getattr(norm, "weight", None), getattr(norm, "bias", None))
     facts = [(t.data_ptr(), version_of(t), t.dtype) for t in buffers if isinstance(t, torch.Tensor)]
@@ -415,12 +415,12 @@ def _same_state(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
 
 
 def _read_normalization(norm: Any, handle: FusedEncoder) -> Normalization | None:
-    """What vLLM computes of a byte: `byte * weight + bias` per channel, in fp32. None where it is anything else."""
+    """vLLM's `byte * weight + bias` per channel, in fp32, as mean and std; None where it computes anything else."""
     spec = handle.spec
     if type(norm).__name__ != _NORM or norm.channel != spec.in_channels:
         return None
     if any(t.dtype != torch.float32 or t.shape != (norm.channel,) or t.is_meta for t in (norm.weight, norm.bias)):
-        return None  # in the buffers' own dtype, if vLLM takes them at all
+        return None  # vLLM would compute in the buffers' own dtype, if it accepts them at all
     weight, bias = norm.weight.double().cpu(), norm.bias.double().cpu()
     mean, std = -bias / weight, 1 / weight
     if not (mean.isfinite().all() and std.isfinite().all() and (std > 0).all()):
@@ -436,7 +436,7 @@ def _patch_transformers(module: ModuleType) -> None:
 
 
 def _patch_ray(module: ModuleType) -> None:
-    prefixes = vars(module).get("DEFAULT_ENV_VAR_PREFIXES")  # of variables that actors on other nodes get, too
+    prefixes = vars(module).get("DEFAULT_ENV_VAR_PREFIXES")  # Ray passes such variables to actors on other nodes
     if isinstance(prefixes, set):
         prefixes.add(VARIABLES)
 

@@ -1,7 +1,7 @@
-"""Gemma 4 in vLLM: Hugging Face's tower, whose parts vLLM's model calls one after another, never the tower itself.
+"""Gemma 4 in vLLM: vLLM's model holds Hugging Face's tower and calls its parts one by one, never its `forward`.
 
 The two methods that do so, for images and for frames of videos, are replaced: the fused tower encodes the same batches,
-and the rows go on as in vLLM. What they do in the known releases is known by their source; any other is left alone.
+and its rows are projected as in vLLM. Only methods whose source is that of a known release are replaced.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ Batch = torch.Tensor | Rows  # stacked, or images of several sizes
 
 
 def wrong_model(cls: type) -> str:
-    """What of a model's class is not as in the known releases; "" for nothing."""
+    """How a model's class differs from the known releases; "" if it does not."""
     for name, known in _SOURCES.items():
         function = unwrapped(vars(cls).get(name))
         try:
@@ -48,13 +48,13 @@ def wrong_model(cls: type) -> str:
 
 
 def replace_methods(cls: type) -> None:
-    """Lets a model's class call its tower where that is fused."""
+    """Makes a model's class call its tower where the tower is fused."""
     wrap(cls, _IMAGES, _images)
     wrap(cls, _VIDEOS, _videos)
 
 
 def run(handle: FusedEncoder, tower: nn.Module, pixel_values: Any, pixel_position_ids: Any, **more: Any) -> Any:
-    """A fused tower's `forward`, which nothing in vLLM calls: Hugging Face's record, or None, and its own runs."""
+    """A fused tower's `forward`, which vLLM never calls: Hugging Face's record, or None to run the original code."""
     found = answer_of(handle, tower, pixel_values, pixel_position_ids, more)
     if found is None:
         return None
@@ -77,7 +77,7 @@ def _videos(original: Callable[..., Rows], model: Any, video_input: Any) -> Rows
 
 
 def _counts(tower: nn.Module, given: Any, frames: Any) -> list[int] | None:
-    """How many frames each video has; None, counted, where they are not those of `frames`: vLLM takes what there is."""
+    """Frames of each video; None, counted, where they do not add up to `frames`: vLLM's own code takes any."""
     handle: FusedEncoder | None = vars(tower).get(HANDLE)
     if handle is None:
         return None
@@ -92,7 +92,7 @@ def _counts(tower: nn.Module, given: Any, frames: Any) -> list[int] | None:
 
 
 def _encoded(tower: nn.Module, pixels: Batch, positions: Batch) -> Rows | None:
-    """`[tokens, width]` of each padded image, those of as many patches in one call; None where vLLM's own code runs."""
+    """`[tokens, width]` of each padded image, one call per number of patches; None where vLLM's own code must run."""
     handle: FusedEncoder | None = vars(tower).get(HANDLE)
     if handle is None:
         return None
@@ -112,8 +112,8 @@ def _encoded(tower: nn.Module, pixels: Batch, positions: Batch) -> Rows | None:
 def _batches(
     handle: FusedEncoder, pixels: Batch, positions: Batch
 ) -> list[tuple[list[int], torch.Tensor, torch.Tensor]] | None:
-    """Which images have as many patches, their pixels and their positions; None, counted, where there are none or
-    they do not stack."""
+    """Images grouped by their number of patches: indices, pixels and positions of each group. None, counted, where
+    there are no images or they do not stack."""
     alike: dict[int, list[int]] = {}
     try:
         for i, image in enumerate(pixels):
@@ -132,7 +132,7 @@ def _stacked(given: Batch, chosen: list[int]) -> torch.Tensor:
 
 
 def _projected(model: Any, rows: Rows, counts: list[int]) -> Rows:
-    """Rows in the language model's width, in one product, those of as many images together as `counts` say."""
+    """Projects all rows to the language model's width in one product, then splits them by `counts[i]` images each."""
     flat = torch.cat(rows).to(model.model_dtype)
     found: torch.Tensor = model.embed_vision(inputs_embeds=flat.unsqueeze(0)).squeeze(0)
     tokens = iter(map(len, rows))

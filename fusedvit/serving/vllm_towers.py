@@ -1,4 +1,4 @@
-"""vLLM's vision towers as dialects of our families: what its modules and parameter names are for the same weights."""
+"""vLLM's vision towers as dialects of our families: the same weights under vLLM's modules and parameter names."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,11 @@ VLLM = Engine(
     values={"fp8_enabled": False, "tp_size": 1, "is_neox_style": True},
     objects={"quant_method": frozenset({"vllm.model_executor.layers.linear.UnquantizedLinearMethod"})},
     buffers={"cos_sin_cache": rotary_table},
-    tolerance=1e-2,  # it is in the tower's dtype, and a frequency's last bit is 1e-3 of an angle at position 8191
+    tolerance=1e-2,  # the table is in the tower's dtype; a frequency's last bit is 1e-3 of an angle at position 8191
     outside=("input_norm.",),
 )
 
-# Hugging Face's own tower inside vLLM's model, its linear layers vLLM's. They are whole on every rank, though their
+# Hugging Face's own tower inside vLLM's model, with vLLM's linear layers. These are whole on every rank, though their
 # tp_size is that of the language model.
 _HUGGING_FACE_INSIDE = replace(
     HUGGING_FACE,
@@ -41,7 +41,7 @@ _HUGGING_FACE_INSIDE = replace(
 
 
 def _merged(names: WeightNames) -> WeightNames:
-    """vLLM holds gate and up in one layer, and q, k and v."""
+    """vLLM merges gate and up into one layer, and q, k and v into another."""
     if len(names.fc1) == 2:
         names = replace(names, fc1=("blocks.{}.mlp.gate_up_proj",))
     if isinstance(names.merger, DownsampleNames):

@@ -1,5 +1,5 @@
-"""What vLLM's worker does with fused towers: they are prepared as it profiles or starts without, wakes and loads, and
-give memory back as it sleeps."""
+"""vLLM's worker and its fused towers: it prepares them when it profiles, initialises the KV cache, wakes or reloads
+weights, and gives their memory back when it sleeps."""
 
 import functools
 import inspect
@@ -18,8 +18,8 @@ from fusedvit.serving.served import Served, served_in, writing
 
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 WORKER = "vllm.v1.worker.gpu_worker"
-_LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
-# Steps of elastic EP that write to no tower, in vLLM 0.26 and 0.33; any other may bring weights of another worker.
+_LAST_LEVEL = 2  # of sleep: weights lose their content and are loaded again
+# Steps of elastic EP that write to no tower, in vLLM 0.26 and 0.33; any other may receive another worker's weights.
 _WRITING_NOTHING = frozenset(
     {
         *("create_standby_groups", "transfer_weights", "broadcast_expert_mapping", "start_async", "clear_async"),
@@ -29,16 +29,16 @@ _WRITING_NOTHING = frozenset(
     }
 )
 
-logger = logging.getLogger("vllm.fusedvit")  # below vLLM's own: its handlers print it
+logger = logging.getLogger("vllm.fusedvit")  # a child of vLLM's logger, whose handlers print it
 
 
 @dataclass
 class ServedTower(Served):
-    """A fused tower of this process; `lost`: asleep on level 2, or woken from it and not loaded yet.
+    """A fused tower of this process. `lost`: it sleeps on level 2, or has woken from it without loaded weights.
 
     Attributes:
-        normalization: what vLLM would make of bytes on the device; None where its own module does that.
-        read_from: the buffers that say so, as they were when they were read; see `vllm._state_of`.
+        normalization: vLLM's normalisation of bytes, to fold into the weights; None where vLLM's own module runs.
+        read_from: the state of the buffers when `normalization` was read from them; see `vllm._state_of`.
     """
 
     normalization: Normalization | None = None
@@ -51,7 +51,7 @@ def stats(worker: Any) -> dict[str, Any]:
 
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """A model runner's profile run: what fused towers hold is taken before memory is measured."""
+    """Prepares fused towers before a model runner's profile run, so that it measures their memory, too."""
     towers = served_in(_model_of(runner))
     _prepare_all(_awake(runner))
     if towers and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
@@ -63,14 +63,14 @@ def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: An
 
 
 def _initialize(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """The KV cache's initialisation, which every start passes: what was not prepared before is now. Models without a
-    KV cache, instances that only encode and workers that join by elastic EP are not profiled."""
+    """Prepares the remaining towers before the KV cache's initialisation, a step of every start. Profiling is not:
+    models without a KV cache, instances that only encode and workers that join by elastic EP skip it."""
     _prepare_all(_awake(_runner_of(worker)))
     return original(worker, *args, **kwargs)
 
 
 def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gives graphs and prepared weights back; on level 2 the weights themselves are lost."""
+    """Gives graphs and prepared weights back; on level 2 the tower's own weights lose their content."""
     level = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("level", 1)
     for *_, served in _served_in(worker):
         served.give_back("woken", level >= _LAST_LEVEL)
@@ -80,7 +80,7 @@ def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any)
 
 
 def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepares again where the weights are there, with their content."""
+    """Prepares woken towers again, except those whose weights have lost their content."""
     tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags")
     woken = _awake(_runner_of(worker)) if tags is None or "weights" in tags else []
     with writing([served for *_, served in woken], "woken"):
@@ -90,7 +90,7 @@ def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
 
 
 def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Other content in the same parameters, prepared at once; what was lost is there again."""
+    """Prepares towers at once after vLLM has written new content to their parameters; none is `lost` any more."""
     towers = [served for *_, served in _served_in(worker)]
     with writing(towers, "reloaded"):
         found = original(worker, *args, **kwargs)
@@ -101,20 +101,20 @@ def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
 
 
 def _update(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """A part of an update, after which another may come or none: the next call prepares."""
+    """One part of a weight update. Whether more parts follow is unknown, so the next call prepares."""
     with writing([served for *_, served in _served_in(worker)], "updated"):
         return original(worker, *args, **kwargs)
 
 
 def _scale(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """A step of elastic EP, of which some write to the weights of a worker that joins."""
+    """A step of elastic EP: some steps write to the weights of a worker that joins, and count as an update."""
     step = inspect.signature(original).bind(worker, *args, **kwargs).arguments["execute_method"]
     run = original if step in _WRITING_NOTHING else functools.partial(_update, original)
     return run(worker, *args, **kwargs)
 
 
 def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Weights lose their content, as on the last level of sleep, where they are among what is discarded."""
+    """If weights are among what vLLM discards, they lose their content, as on the last level of sleep."""
     tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags", ())
     for *_, served in _served_in(worker) if "weights" in tags else ():
         served.give_back("discarded", lost=True)
@@ -122,7 +122,7 @@ def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
 
 
 def _awake(runner: Any) -> list[tuple[str, nn.Module, Served]]:
-    """Towers that are not prepared though their weights are there."""
+    """Towers that have their weights but are not prepared."""
     return [each for each in served_in(_model_of(runner)) if not each[-1].ready and not each[-1].lost]
 
 
@@ -143,8 +143,8 @@ def _runner_of(worker: Any) -> Any:
 
 
 def _model_of(runner: Any) -> Any:
-    """A model runner's model, out of what captures the language model: by default it is in a `CUDAGraphWrapper`, which
-    is no module."""
+    """A model runner's model, unwrapped: by default a `CUDAGraphWrapper`, which is no module, captures the language
+    model."""
     model: Any = getattr(runner, "model", None)
     return model.unwrap() if hasattr(type(model), "unwrap") else model
 
@@ -155,7 +155,7 @@ def _served_in(worker: Any) -> list[tuple[str, nn.Module, Served]]:
 
 def patch_runner(module: ModuleType) -> None:
     runner = vars(module).get("GPUModelRunner")
-    if runner is not None:  # as in each release whose towers run fused
+    if runner is not None:  # every known release has it
         wrap(runner, "profile_run", _profile)
 
 
