@@ -202,7 +202,8 @@ class KernelLoader:
         """Returns where `runs` are ready, or may be: what launches them goes on within `guard`. Else has their kernels
         compiled, and waits for them or raises.
 
-        Where it waits and nothing can be compiled elsewhere it returns, too: their launches compile.
+        Where it waits it returns, too, if nothing can be compiled elsewhere or the weights were given back: launches of
+        `runs` compile, or find no weights.
 
         Raises:
             KernelsNotReady: they are not, or not all are on the device yet, and `wait` is false; or launches cannot
@@ -379,8 +380,9 @@ class KernelLoader:
         """Those of `runs` that wait for no kernel."""
         return [run for run in runs if not self._service.waits_for(self._state(run).missing)]
 
-    def _try(self, run: Run, order: float, patient: bool) -> None:
-        """Finds the kernels of `run` and sends for those that are missing; it is ready if none is."""
+    def _try(self, run: Run, order: float, patient: bool) -> bool:
+        """Finds the kernels of `run` and sends for those that are missing; it is ready if none is. False, and nothing
+        is known, where the weights were given back or the process ends."""
         weights, service, missing = self._weights(), self._service, set[str]()
         pause: Callable[[], None] = partial(self._pause, REST if order < ASKED_FOR else 2 * REST)
         try:
@@ -400,12 +402,13 @@ class KernelLoader:
                         self._send({kernel.digest: kernel.job}, order, urgent=not patient)
         except (WeightsReleased, _Ending):  # the next call needs it again
             self._note_unwanted([run])
-            return
+            return False
         found = [kernel.found for kernel in launches if kernel.found is not None]
         with service.changed:
             self._note([run], missing=frozenset(missing), unloaded=found)
             if missing <= service.failed.keys():  # a launch that fails to compile knows what to do
                 self._note_ready([run])
+        return True
 
     def _list(self, run: Run, weights: EncoderWeights, mode: FromCache) -> tuple[Kernel, ...]:
         """Lists what `run` launches, and keeps the list."""
@@ -460,8 +463,8 @@ class KernelLoader:
         with service.used(), self._hurry():
             service.start_early()
             while left and not service.broken:
-                for run in self._free(left):
-                    self._try(run, 0.0, patient=False)
+                if not all([self._try(run, 0.0, patient=False) for run in self._free(left)]):
+                    return  # nobody else may ever prepare weights
                 with service.changed:
                     left = [run for run in left if run not in self.ready]
                     if left and not self._free(left):

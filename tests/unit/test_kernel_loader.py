@@ -330,6 +330,19 @@ def test_it_keeps_no_weights_and_waits_for_released_ones(compiler: FakeCompiler)
     until(lambda: compiler.users == 0)
 
 
+def test_who_waits_goes_on_where_the_weights_are_given_back(compiler: FakeCompiler) -> None:
+    """Its launches say that there are none; nobody else might prepare any."""
+    loader, weights = loader_on(compiler)
+    weights.released = True
+    waiter = threading.Thread(target=loader.need, args=([graph(64)], True), daemon=True)
+    waiter.start()
+    waiter.join(5)
+    ended = not waiter.is_alive()
+    weights.released, compiler.at_once = False, True
+    waiter.join(5)
+    assert ended and compiler.users == 0
+
+
 def test_what_is_cancelled_is_sent_again_when_it_is_needed(compiler: FakeCompiler) -> None:
     loader, _weights = loader_on(compiler)
     refused(loader, graph(64))
