@@ -4,9 +4,26 @@ A run is tried out on the meta device, without memory and without a GPU: each la
 cache, or has it compiled by another process. Once all are there the run is ready, and what a call launches compiles
 nothing. The thread calls no CUDA, so that it disturbs nobody's capture. While nothing is compiled, as in a process that
 finds the cache filled, the first call of a run launches at once, by what the cache holds.
+
+The loader keeps one `RunState` for each run. Its `stage` changes as follows:
+
+    NEW ──► WANTED          A call needed the run and took the original code. Budgets of the ladder follow (`_refuse`).
+    WANTED ──► READY        The thread has tried the run and found all of its kernels (`_try`), but for those that the
+                            compiler has refused: their launches raise its error. A try that misses kernels sends for
+                            them, and the run stays wanted; the next try follows when they are compiled.
+    NEW, WANTED ──► READY   A call that waits has tried the run (`_wait_for`), or its launches found every kernel in
+                            Triton's cache (`guard`, `cached`).
+    READY ──► WANTED        A launch needs a kernel that the try has not listed (`guard`).
+    WANTED ──► NEW          Nothing can be tried or nobody needs it: the loader was cancelled, the weights were given
+                            back, the compiling process was given up, this process ends.
+
+`_note` alone writes states: it holds the lock of `CompileService.changed`, at which the thread waits for kernels, and
+replaces whole records and the set of runs that are ready. A call whose runs are ready reads both and takes no lock, so
+that nothing delays it. A kernel that several runs launch is one `Kernel`, which only the holder of `_trying` uses.
 """
 
 import contextlib
+import enum
 import gc
 import math
 import os
@@ -14,6 +31,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -52,6 +70,51 @@ class Run(NamedTuple):
 AROUND = Run(0, False, ())  # kernels that every call launches: fingerprints, rows of padded images
 
 
+class Stage(enum.Enum):
+    """How far a run is (see above)."""
+
+    NEW = enum.auto()
+    WANTED = enum.auto()
+    READY = enum.auto()
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A kernel that runs launch.
+
+    Attributes:
+        digest: of its key, once it was not in Triton's cache.
+        found: Triton's own, not on a device yet; None until it was in the cache.
+    """
+
+    job: KernelJob
+    digest: str = ""
+    found: Any = None
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What is known of a run.
+
+    Attributes:
+        order: of a wanted run: the thread tries the smallest first. Infinite for others.
+        refused: a call of it has taken the original code.
+        launches: its kernels; None until a try has listed them.
+        missing: digests of those that the last try or launch has not found.
+        unloaded: kernels that calls have yet to load onto the device, each of which is popped by one call.
+    """
+
+    stage: Stage = Stage.NEW
+    order: float = math.inf
+    refused: bool = False
+    launches: tuple[Kernel, ...] | None = None
+    missing: frozenset[str] = frozenset()
+    unloaded: list[Any] = field(default_factory=list)
+
+
+UNSEEN = RunState()
+
+
 class KernelsNotReady(Exception):
     """Kernels of a call are still being compiled, or cannot be; the message says which, and is "" where they are
     under way."""
@@ -78,10 +141,10 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 class KernelLoader:
-    """Knows the runs that are ready.
+    """Knows the runs that are ready, and gets the others their kernels.
 
     Attributes:
-        ready: runs all of whose kernels this process has, or gets when it first launches them.
+        ready: runs all of whose kernels this process has, or gets when it first launches them: those whose stage is so.
     """
 
     def __init__(
@@ -100,25 +163,38 @@ class KernelLoader:
             ladder: merged tokens of the budgets that calls may need.
             device: the GPU that will run this; Triton keeps what it loads by GPU.
         """
-        self.ready: set[Run] = set()
+        self.ready: frozenset[Run] = frozenset()
         self._launch = launch
         self._weights = weakref.WeakMethod(weights)
         self._ladder = ladder
         self._service = service
         self._device = device
         self._process = os.getpid()
-        self._refused: set[Run] = set()  # calls of these have taken the original code
-        self._pending: dict[Run, float] = {}  # and their order
-        self._missing: dict[Run, frozenset[str]] = {}
-        self._jobs: dict[Run, Mapping[object, KernelJob]] = {}  # what each run launches, by what decides the code
-        self._digests: dict[object, str] = {}  # of kernels that were not in the cache, by the same
-        self._found: dict[object, Any] = {}  # kernels
-        self._unloaded: dict[Run, list[Any]] = {}  # kernels of ready runs
+        self._states: dict[Run, RunState] = {}
+        self._kernels: dict[object, Kernel] = {}  # by what decides their code
         self._no_room = ""  # why launches here cannot compile
         self._worked = 0.0  # CPU time at which the thread's last rest ended
         self._asked = self._waiters = 0
         self._trying = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    def _state(self, run: Run) -> RunState:
+        return self._states.get(run, UNSEEN)
+
+    def _note(self, runs: Iterable[Run], **changes: Any) -> None:
+        with self._service.changed:
+            for run in runs:
+                self._states[run] = replace(self._state(run), **changes)
+            self.ready = frozenset(run for run, state in self._states.items() if state.stage is Stage.READY)
+
+    def _note_ready(self, runs: Iterable[Run]) -> None:
+        self._note(runs, stage=Stage.READY, order=math.inf)
+
+    def _note_unwanted(self, runs: Iterable[Run]) -> None:
+        """Those of `runs` that are wanted are not any more."""
+        with self._service.changed:
+            wanted = [run for run in runs if self._state(run).stage is Stage.WANTED]
+            self._note(wanted, stage=Stage.NEW, order=math.inf)
 
     # for calls
 
@@ -126,7 +202,8 @@ class KernelLoader:
         """Returns where `runs` are ready, or may be: what launches them goes on within `guard`. Else has their kernels
         compiled, and waits for them or raises.
 
-        Where it waits and nothing can be compiled elsewhere it returns, too: their launches compile.
+        Where it waits it returns, too, if nothing can be compiled elsewhere or the weights were given back: launches of
+        `runs` compile, or find no weights.
 
         Raises:
             KernelsNotReady: they are not, or not all are on the device yet, and `wait` is false; or launches cannot
@@ -145,15 +222,15 @@ class KernelLoader:
     def _may_be_cached(self, runs: Collection[Run]) -> bool:
         """Whether a call that finds the kernels of `runs` in Triton's cache needs no other: what it launches around
         them is there. Not asked for runs that were refused, as the thread knows what they lack."""
-        weights = self._weights()
-        if weights is None or not (self._refused.isdisjoint(runs) and self._service.is_idle_with_cache()):
+        weights, refused = self._weights(), any(self._state(run).refused for run in runs)
+        if weights is None or refused or not self._service.is_idle_with_cache():
             return False
         if AROUND not in self.ready:
             with _current(self._device), loading_from_cache(FromCache(collect=True)) as mode:
                 self._launch(AROUND, weights())
                 if any(mode.find(job) is None for job in mode.jobs.values()):
                     return False
-            self.ready.add(AROUND)
+            self._note_ready([AROUND])
         return True
 
     def _refuse(self, runs: Collection[Run]) -> NoReturn:
@@ -164,13 +241,15 @@ class KernelLoader:
         """
         self._service.start_early()
         collect_garbage()
-        self._refused.update(runs)
         with self._service.changed:
+            self._note(runs, refused=True)
             for run in runs:
                 self._ask_for(run)
             kinds = next(iter(runs)).kinds
             for rank, budget in enumerate(self._by_likelihood(kinds)):
-                self._pending.setdefault(Run(budget, True, kinds), ASKED_FOR + rank)
+                run = Run(budget, True, kinds)
+                if self._state(run).stage is Stage.NEW:
+                    self._note([run], stage=Stage.WANTED, order=ASKED_FOR + rank)
             self._start()
         raise KernelsNotReady(self._service.broken)
 
@@ -180,7 +259,7 @@ class KernelLoader:
         if os.getpid() != self._process:
             return
         with self._service.changed:
-            self._pending.clear()
+            self._note_unwanted(self._states)
             self._service.changed.notify_all()
 
     @contextlib.contextmanager
@@ -194,16 +273,13 @@ class KernelLoader:
         try:
             with loading_from_cache(mode):
                 yield
-            self.ready.update(runs)
+            if not tried_out:
+                self._note_ready(runs)
         except KernelMissing:
             if not tried_out:
                 self._refuse(runs)
             with self._service.changed:  # they launch something else than on the meta device
-                self.ready.difference_update(runs)
-                for run in runs:
-                    self._jobs.pop(run, None)
-                self._pending.update(dict.fromkeys(runs, 0.0))
-                self._missing.update(dict.fromkeys(runs, frozenset(mode.missing)))
+                self._note(runs, stage=Stage.WANTED, order=0.0, launches=None, missing=frozenset(mode.missing))
                 self._send(mode.missing, 0.0, urgent=False)
                 self._start()
             raise KernelsNotReady("") from None
@@ -230,17 +306,17 @@ class KernelLoader:
         """
         with loading_from_cache(FromCache(collect=False, failed=self._service.failed)):
             yield
-        self.ready.update(runs)
+        self._note_ready(runs)
 
     def _load(self, runs: Collection[Run]) -> None:
         """Loads kernels of ready runs onto the current device, for as long as a call has time for it; a call that
         loaded a graph's for a while captures nothing besides. Where no call of them was refused the original code has
         yet to load its own for them, and takes longer."""
-        if self._refused.isdisjoint(runs):
+        if not any(self._state(run).refused for run in runs):
             return  # to their launches, which load what they need
         begun, loads = time.perf_counter(), False
         for run in runs:
-            kernels = self._unloaded.get(run, [])
+            kernels = self._state(run).unloaded
             loads |= bool(kernels) and run.graph
             while kernels:
                 if time.perf_counter() - begun > LOADING:
@@ -252,16 +328,16 @@ class KernelLoader:
 
     def _ask_for(self, run: Run) -> None:
         """Puts a run before those that nobody asked for, and behind those that somebody did."""
-        if run in self.ready or self._pending.get(run, ASKED_FOR) < ASKED_FOR:
+        state = self._state(run)
+        if state.stage is Stage.READY or state.order < ASKED_FOR:
             return
-        self._asked += 1
-        self._pending[run] = float(self._asked)
-        self._missing.pop(run, None)  # tried again, its kernels are sent for in the new order
+        self._asked += 1  # nothing is missing: tried again, its kernels are sent for in the new order
+        self._note([run], stage=Stage.WANTED, order=float(self._asked), missing=frozenset())
 
     def _by_likelihood(self, kinds: tuple[int, ...]) -> list[int]:
         """Budgets that are not ready, those near what calls asked for first."""
         ready = [run.tokens for run in self.ready if run.graph and run.kinds == kinds]
-        asked = [run.tokens for run, order in self._pending.items() if run.graph and order < ASKED_FOR]
+        asked = [run.tokens for run, state in self._states.items() if run.graph and state.order < ASKED_FOR]
         likely = [*ready, *asked] or [LIKELY]
         rest = set(self._ladder).difference(ready)
         return sorted(rest, key=lambda budget: min(abs(math.log(budget / near)) for near in likely))
@@ -273,7 +349,7 @@ class KernelLoader:
             self._thread = self._service.thread(self._work, "fusedvit-kernels")
 
     def _work(self) -> None:
-        """Gets every pending run its kernels, then ends."""
+        """Gets every wanted run its kernels, then ends."""
         service = self._service
         self._worked = time.thread_time()
         try:
@@ -288,24 +364,25 @@ class KernelLoader:
         """Tries the next run, or waits for kernels; False, and the thread is no more, where there is nothing to do."""
         service = self._service
         with service.changed:
-            if not self._pending or service.broken or service.ending.is_set() or self._weights() is None:
-                self._pending.clear()
+            wanted = {run: state.order for run, state in self._states.items() if state.stage is Stage.WANTED}
+            if not wanted or service.broken or service.ending.is_set() or self._weights() is None:
+                self._note_unwanted(wanted)
                 self._thread = None
                 return False
-            run = min(self._free(self._pending), key=self._pending.__getitem__, default=None)
+            run = min(self._free(wanted), key=wanted.__getitem__, default=None)
             if run is None:
                 service.changed.wait(1.0)
                 return True
-            order = self._pending[run]
-        self._try(run, order, patient=True)
+        self._try(run, wanted[run], patient=True)
         return True
 
     def _free(self, runs: Iterable[Run]) -> list[Run]:
         """Those of `runs` that wait for no kernel."""
-        return [run for run in runs if not self._service.waits_for(self._missing.get(run, frozenset()))]
+        return [run for run in runs if not self._service.waits_for(self._state(run).missing)]
 
-    def _try(self, run: Run, order: float, patient: bool) -> None:
-        """Finds the kernels of `run` and sends for those that are missing; it is ready if none is."""
+    def _try(self, run: Run, order: float, patient: bool) -> bool:
+        """Finds the kernels of `run` and sends for those that are missing; it is ready if none is. False, and nothing
+        is known, where the weights were given back or the process ends."""
         weights, service, missing = self._weights(), self._service, set[str]()
         pause: Callable[[], None] = partial(self._pause, REST if order < ASKED_FOR else 2 * REST)
         try:
@@ -316,38 +393,38 @@ class KernelLoader:
             ):
                 if weights is None:
                     raise WeightsReleased
-                jobs = self._jobs.get(run)
-                if jobs is None:
-                    self._launch(run, weights())
-                    jobs = self._jobs[run] = mode.jobs
-                for key, job in jobs.items():
-                    digest = "" if key in self._found else self._find(mode, key, job)
-                    if digest:
-                        missing.add(digest)
-                        self._send({digest: job}, order, urgent=not patient)
+                launches = self._state(run).launches
+                if launches is None:
+                    launches = self._list(run, weights(), mode)
+                for kernel in launches:
+                    if not self._find(kernel, mode):
+                        missing.add(kernel.digest)
+                        self._send({kernel.digest: kernel.job}, order, urgent=not patient)
         except (WeightsReleased, _Ending):  # the next call needs it again
-            with service.changed:
-                self._pending.pop(run, None)
-            return
+            self._note_unwanted([run])
+            return False
+        found = [kernel.found for kernel in launches if kernel.found is not None]
         with service.changed:
-            self._missing[run] = frozenset(missing)
-            self._unloaded[run] = [self._found[key] for key in jobs if key in self._found]
+            self._note([run], missing=frozenset(missing), unloaded=found)
             if missing <= service.failed.keys():  # a launch that fails to compile knows what to do
-                self.ready.add(run)
-                self._pending.pop(run, None)
+                self._note_ready([run])
+        return True
 
-    def _find(self, mode: FromCache, key: object, job: KernelJob) -> str:
-        """Takes a kernel from the cache; its digest if it is not there."""
-        known = self._digests.get(key, "")
-        if self._service.waits_for((known,)):
-            return known
-        mode.pause()
-        kernel = mode.find(job)
-        if kernel is None:
-            self._digests[key] = mode.digest
-            return mode.digest
-        self._found[key] = kernel
-        return ""
+    def _list(self, run: Run, weights: EncoderWeights, mode: FromCache) -> tuple[Kernel, ...]:
+        """Lists what `run` launches, and keeps the list."""
+        self._launch(run, weights)
+        launches = tuple(self._kernels.setdefault(key, Kernel(job)) for key, job in mode.jobs.items())
+        self._note([run], launches=launches)
+        return launches
+
+    def _find(self, kernel: Kernel, mode: FromCache) -> bool:
+        """Takes a kernel from the cache, unless that was done; whether it is there."""
+        if kernel.found is None and not self._service.waits_for((kernel.digest,)):
+            mode.pause()
+            kernel.found = mode.find(kernel.job)
+            if kernel.found is None:
+                kernel.digest = mode.digest
+        return kernel.found is not None
 
     @contextlib.contextmanager
     def _hurry(self) -> Iterator[None]:
@@ -386,8 +463,8 @@ class KernelLoader:
         with service.used(), self._hurry():
             service.start_early()
             while left and not service.broken:
-                for run in self._free(left):
-                    self._try(run, 0.0, patient=False)
+                if not all([self._try(run, 0.0, patient=False) for run in self._free(left)]):
+                    return  # nobody else may ever prepare weights
                 with service.changed:
                     left = [run for run in left if run not in self.ready]
                     if left and not self._free(left):

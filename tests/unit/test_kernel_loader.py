@@ -1,6 +1,7 @@
 """Which runs have their kernels: asked for by calls, compiled elsewhere, ready from then on."""
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from fusedvit.errors import WeightsReleased
 from fusedvit.kernels.launch import KernelFailed, from_cache
 from fusedvit.prepared_tower import PreparedTower
 from fusedvit.runtime import kernel_loader
-from fusedvit.runtime.kernel_loader import AROUND, ASKED_FOR, KernelLoader, KernelsNotReady, Run
+from fusedvit.runtime.kernel_loader import AROUND, ASKED_FOR, KernelLoader, KernelsNotReady, Run, Stage
 from tests.support.fake_compiler import FakeCompiler
 from tests.support.towers import pixels_for, vision_tower
 from tests.support.waiting import until
@@ -329,6 +330,19 @@ def test_it_keeps_no_weights_and_waits_for_released_ones(compiler: FakeCompiler)
     until(lambda: compiler.users == 0)
 
 
+def test_who_waits_goes_on_where_the_weights_are_given_back(compiler: FakeCompiler) -> None:
+    """Its launches say that there are none; nobody else might prepare any."""
+    loader, weights = loader_on(compiler)
+    weights.released = True
+    waiter = threading.Thread(target=loader.need, args=([graph(64)], True), daemon=True)
+    waiter.start()
+    waiter.join(5)
+    ended = not waiter.is_alive()
+    weights.released, compiler.at_once = False, True
+    waiter.join(5)
+    assert ended and compiler.users == 0
+
+
 def test_what_is_cancelled_is_sent_again_when_it_is_needed(compiler: FakeCompiler) -> None:
     loader, _weights = loader_on(compiler)
     refused(loader, graph(64))
@@ -341,6 +355,50 @@ def test_what_is_cancelled_is_sent_again_when_it_is_needed(compiler: FakeCompile
     until(lambda: "own 64 True" in [job.name for r in compiler.sent[sent:] for job in r.jobs.values()])
     compiler.finish_all()
     until(lambda: graph(64) in other.ready)
+
+
+def test_a_run_is_in_one_stage_at_a_time(compiler: FakeCompiler) -> None:
+    """And passes from one to the next as the module says."""
+    loader, _weights = loader_on(compiler)
+
+    def stages() -> list[Stage]:
+        return [loader._state(graph(budget)).stage for budget in (256, 64)]
+
+    assert stages() == [Stage.NEW, Stage.NEW]
+    refused(loader, graph(256))
+    assert stages() == [Stage.WANTED, Stage.WANTED]
+    loader.cancel()
+    assert stages() == [Stage.NEW, Stage.NEW]
+    until(lambda: compiler.users == 0)
+    compiler.sent.clear()
+    refused(loader, graph(256))
+    until(lambda: "own 256 True" in compiler.names())
+    compiler.finish(kernels_of(graph(256)))
+    until(lambda: stages() == [Stage.READY, Stage.WANTED])
+    compiler.cached.update(kernels_of(graph(64)))
+    with loader.cached([graph(64)]):  # which the thread need not try any more
+        compiler.launch(graph(64), None)
+    assert stages() == [Stage.READY, Stage.READY]
+    compiler.launches = lambda run: ["of an odd address"]
+    with pytest.raises(KernelsNotReady), loader.guard([graph(256)]):
+        compiler.launch(graph(256), None)
+    assert stages() == [Stage.WANTED, Stage.READY]
+    orders = [state.order for state in loader._states.values() if state.stage is not Stage.WANTED]
+    assert set(orders) == {math.inf}
+
+
+def test_a_call_whose_runs_are_ready_takes_no_lock(compiler: FakeCompiler) -> None:
+    """Which the thread may hold while it starts the program."""
+    loader, _weights = loader_on(compiler)
+    compiler.at_once = True
+    refused(loader, graph(64))
+    until(lambda: graph(64) in loader.ready and compiler.users == 0)
+    loader.need([graph(64)], wait=False)
+    caller = threading.Thread(target=call, args=(loader, compiler, graph(64)), daemon=True)
+    with compiler.changed:
+        caller.start()
+        caller.join(5)
+        assert not caller.is_alive() and loader.ready
 
 
 def test_a_fork_does_not_wait_for_threads_of_its_parent(compiler: FakeCompiler) -> None:
