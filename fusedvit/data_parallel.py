@@ -1,24 +1,26 @@
 """One call over several GPUs: each has a copy of the tower, and encodes a share of the images and video frames."""
 
-import copy
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fusedvit.api import call_original, fuse
-from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower
-from fusedvit.checks.ownership import own_class
-from fusedvit.checks.recorded import REGISTRIES, content_of
 from fusedvit.config import FuseConfig
-from fusedvit.errors import first_line
+from fusedvit.errors import Reason, first_line
+from fusedvit.forks import is_held, renew_in_children
 from fusedvit.fused_encoder import rows_of
+from fusedvit.model.items import Item
+from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
+from fusedvit.runtime.runner import on_device
+from fusedvit.tower_copies import Ran, TowerCopy, stream_on
 
 MOST_RUNS = 3  # runs of a call during which the tower changes, before it runs on the tower's own GPU alone
 
@@ -30,7 +32,8 @@ class DataParallelEncoder:
     bf16, Qwen3-VL-8B's takes 1.1 GiB, and its prepared weights as much again). Copies follow the tower's weights and
     whatever else it computes with, such as the choice of adapters: a call that finds a change updates the copies and
     runs again. A call that cannot run fused runs the original code on the tower's own device alone. Items are balanced
-    by load, and videos are cut between frames, which changes no bit of the outputs.
+    by load, and videos are cut between frames, which changes no bit of the outputs. The tower's handle counts the
+    calls, and reports what the copies ran and hold.
 
     Args:
         model: as for `fuse`.
@@ -52,12 +55,17 @@ class DataParallelEncoder:
         own = self._handle.weights.first_parameter().device
         if own in others:
             others.remove(own)
-        self._copies = [_Copy(self._tower, device, self._handle.config) for device in others]
+        self._copies = tuple(TowerCopy(self._tower, self._handle, device) for device in others)
         self._synced = -1  # the version of the tower's weights that the copies hold
-        self._pool = ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="fusedvit-device")
+        self._lock = threading.Lock()  # held while copies are written, and while work on them is started
+        self._under_way: set[Future[Any]] = set()  # work on the copies that may still run
+        self._pool = _threads_for(self._copies)
+        renew_in_children(self)
 
     def __call__(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
         """The tower's rows, as `FusedEncoder.concatenated` gives them, on the tower's device.
+
+        Any number of threads may call. The tower's handle counts each call once, as fused if all of its shares were.
 
         Args:
             pixel_values, grid_thw: as the tower takes them.
@@ -68,106 +76,157 @@ class DataParallelEncoder:
         Raises:
             TypeError, ValueError, RuntimeError: as a call of the tower.
         """
-        grid = check_grid(grid_thw).cpu()
-        for _ in range(MOST_RUNS):
-            if not self._bring_copies_up_to_date():
-                break
-            shares = self._shares_of(pixel_values, grid)
-            if shares is None:
-                break
-            found = self._run(pixel_values, shares)
-            if self._handle.state() != "fused":  # `concatenated` raises the error
-                break
-            if found is None:  # the handle has counted this call as a fallback
-                return rows_of(call_original(self._tower, pixel_values, grid, return_dict=True))
-            if self._handle.weights.version == self._synced:
-                return found
-        return self._handle.concatenated(pixel_values, grid)
+        if self._handle.state() != "fused":
+            return self._handle.concatenated(pixel_values, grid_thw)  # it raises the error
+        try:
+            grid = check_grid(grid_thw).cpu()
+            found = self._over_devices(pixel_values, grid)
+        except BaseException:
+            self._handle.count(None)
+            raise
+        if found is None:
+            return rows_of(self._tower(pixel_values, grid, return_dict=True))
+        self._handle.count(found.ended)
+        if found.rows is None:
+            return rows_of(call_original(self._tower, pixel_values, grid, return_dict=True))
+        return found.rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("fusedvit: a DataParallelEncoder cannot be copied or pickled: copy its model, and make another")
 
+    def warmup(self, *, calls: Iterable[Grid] | None = None) -> None:
+        """As `FusedEncoder.warmup`, on the tower's device, then on all others at once.
+
+        Args:
+            calls: the `grid_thw` of calls to come, if they are known: each device captures graphs for its shares only.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `FusedEncoder.warmup`.
+        """
+        copies = self._copies
+        if calls is None or not isinstance(calls, Iterable):
+            grids: list[Any] = [calls] * (1 + len(copies))
+        else:
+            grids = _by_device([check_grid(grid).cpu() for grid in calls], self._handle.spec, 1 + len(copies))
+        self._handle.warmup(calls=grids[0])  # first: it raises if the tower cannot run fused
+        begun = self._begin(copies, [(copied.warm_up, each) for copied, each in zip(copies, grids[1:], strict=True)])
+        if begun is not None:
+            wait(begun.others)
+            for other in begun.others:
+                other.result()
+
     def close(self) -> None:
-        """Frees the copies; the model stays fused."""
+        """Frees the copies once nothing runs on them. The model stays fused, and further calls run on its device."""
+        with self._lock:
+            wait(tuple(self._under_way))
+            for copied in self._copies:
+                copied.wait()
+            self._copies = ()
         self._pool.shutdown()
-        self._copies.clear()
+
+    def renew_locks(self) -> None:
+        """See `forks`. A child has none of the pool's threads. Copies that were being written are written again."""
+        if is_held(self._lock):
+            self._lock, self._synced = threading.Lock(), -1
+        self._pool, self._under_way = _threads_for(self._copies), set()
+
+    def _over_devices(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Ran | None:
+        """Runs a call until all of its shares ran on the same weights; returns None if the tower must run it alone."""
+        for _ in range(MOST_RUNS):
+            copies = self._copies
+            shares = self._shares_of(pixel_values, grid, 1 + len(copies))
+            begun = None if shares is None else self._begin(copies, _given(copies, shares[1:], pixel_values))
+            if shares is None or begun is None:
+                return None
+            try:
+                pixels = shares[0].pixels_of(pixel_values)
+                own = self._handle.answer_or_reason(self._tower, pixels, shares[0].grid, {})
+            finally:
+                wait(begun.others)  # also if the tower raises: no copy still runs after the call
+            if isinstance(own, Reason):
+                return Ran(None, own)
+            others = [other.result() for other in begun.others]
+            if self._handle.weights.version == begun.version:
+                return self._gathered(grid, shares, [Ran(side_by_side(own.outputs, self._handle.spec)), *others])
+        return None
+
+    def _gathered(self, grid: torch.Tensor, shares: list[Share], parts: list[Ran]) -> Ran:
+        """Joins the rows of all shares. The call counts as fused if all shares were."""
+        ran = [shares[0], *(share for share in shares[1:] if share.pieces)]
+        rows = in_order(ran, [part.rows for part in parts if part.rows is not None])
+        reason = next((part.ended for part in parts if isinstance(part.ended, Reason)), None)
+        return Ran(rows, reason or list(map(Item._make, grid.tolist())))
+
+    def _begin(self, copies: tuple[TowerCopy, ...], works: list[tuple[Any, ...]]) -> "_Begun | None":
+        """Starts work on the copies once they are up to date; returns None if they cannot be.
+
+        Copies are written only while nothing runs on them. Calls that find them up to date do not wait for each other.
+
+        Args:
+            works: a function and its arguments for each.
+        """
+        with self._lock:
+            if copies is not self._copies or not self._bring_copies_up_to_date():  # or closed meanwhile
+                return None
+            others = [self._pool.submit(*work) for work in works]
+            self._under_way.update(others)
+            for other in others:
+                other.add_done_callback(self._under_way.discard)  # it holds its rows
+            return _Begun(self._synced, others)
 
     def _bring_copies_up_to_date(self) -> bool:
         """Returns False if there are no weights to copy: the tower cannot run fused and never has, or just changed."""
-        if self._synced < 0:
-            if self._handle.state() == "fused" and self._handle.reason() is not None:
-                return False
-            self._handle.refresh()
-        weights = self._handle.weights
+        weights, prepared = self._handle.weights, self._handle.prepared
+        if self._synced < 0 and not weights.host_unchanged():
+            with on_device(weights.first_parameter().device):
+                if self._handle.reason() is not None or prepared.prepare(weights.version) is not None:
+                    return False
         version = weights.version
         if version != self._synced and weights.host_unchanged():  # a changed tower must be judged first
+            wait(tuple(self._under_way))
             for copied in self._copies:
                 copied.take(self._tower)
             self._synced = version
         return version == self._synced
 
-    def _shares_of(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[Share] | None:
+    def _shares_of(self, pixel_values: torch.Tensor, grid: torch.Tensor, parts: int) -> list[Share] | None:
         """The share of each device, the tower's own first; None for inputs whose error the tower should raise."""
         if not isinstance(pixel_values, torch.Tensor) or pixel_values.ndim != 2:
             return None
-        return shares_of(self._handle.spec, len(pixel_values), grid, 1 + len(self._copies))
-
-    def _run(self, pixel_values: torch.Tensor, shares: list[Share]) -> torch.Tensor | None:
-        """The gathered rows, or None if this call must take the tower's original code."""
-        others = [
-            self._pool.submit(copied.run, pixels.to(copied.device, non_blocking=True), share.grid, stream)
-            for copied, share in zip(self._copies, shares[1:], strict=True)
-            if share.pieces
-            for pixels, stream in [(share.pixels_of(pixel_values), _stream_on(copied.device))]
-        ]
-        own = None
-        try:
-            own = self._handle(self._tower, shares[0].pixels_of(pixel_values), shares[0].grid, {})
-        finally:
-            rows = [other.result() for other in others]  # also if the tower raises: no copy still runs after the call
-        if own is None:
-            return None
-        ran = [shares[0], *(share for share in shares[1:] if share.pieces)]
-        return in_order(ran, [side_by_side(own, self._handle.spec), *rows])
+        return shares_of(self._handle.spec, len(pixel_values), grid, parts)
 
 
-class _Copy:
-    """A fused copy of a tower on another device."""
+class _Begun(NamedTuple):
+    """Work that was started on the copies, and the version of the tower's weights that they hold."""
 
-    def __init__(self, tower: nn.Module, device: torch.device, config: FuseConfig) -> None:
-        self.device = device
-        self._config = config
-        self._build(tower)
+    version: int
+    others: list[Future[Any]]
 
-    def _build(self, tower: nn.Module) -> None:
-        memo: dict[int, object] = {}
-        for tensor in _tensors_of(tower):
-            moved = tensor.detach().to(self.device, copy=True)
-            memo[id(tensor)] = nn.Parameter(moved, False) if isinstance(tensor, nn.Parameter) else moved
-        self._tower = copy.deepcopy(tower, memo)
-        self._handle = fuse(self._tower, self._config)
 
-    def take(self, tower: nn.Module) -> None:
-        """Updates this copy from `tower`: in place if modules and tensor shapes are the same, else by a new copy."""
-        if _structure_of(self._tower) != _structure_of(tower):
-            self._build(tower)
-            return
-        pairs = [*zip(self._tower.modules(), tower.modules(), strict=True)]
-        memo: dict[int, object] = {id(theirs): mine for mine, theirs in pairs}
-        with torch.no_grad():
-            for mine, theirs in zip(_tensors_of(self._tower), _tensors_of(tower), strict=True):
-                mine.copy_(theirs)
-                memo[id(theirs)] = mine
-        for own, other in pairs:
-            _take_attributes(vars(own), nn.Module.__getstate__(other), memo)
+def _threads_for(copies: tuple[TowerCopy, ...]) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, len(copies)), thread_name_prefix="fusedvit-device")
 
-    def run(self, pixels: torch.Tensor, grid: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """The rows of a share whose pixels are on this device, computed in `stream`, the caller's on this device."""
-        with torch.inference_mode(), torch.cuda.stream(stream):  # None changes no stream
-            found = self._handle(self._tower, pixels, grid, {})  # bypasses hooks on the tower, as the own share does
-            if found is None:
-                return rows_of(call_original(self._tower, pixels, grid, return_dict=True))
-            return side_by_side(found, self._handle.spec)
+
+def _given(copies: tuple[TowerCopy, ...], shares: list[Share], pixel_values: torch.Tensor) -> list[tuple[Any, ...]]:
+    """The work of `_begin` for shares of a call; pixels are moved to the copies' devices."""
+    return [
+        (copied.run, pixels.to(copied.device, non_blocking=True), share.grid, stream_on(copied.device))
+        for copied, share in zip(copies, shares, strict=True)
+        if share.pieces
+        for pixels in [share.pixels_of(pixel_values)]
+    ]
+
+
+def _by_device(calls: list[torch.Tensor], spec: VisionSpec, parts: int) -> list[list[torch.Tensor]]:
+    """For each device, the grids of its shares of `calls`."""
+    found: list[list[torch.Tensor]] = [[] for _ in range(parts)]
+    for grid in calls:
+        shares = shares_of(spec, sum(t * h * w for t, h, w in grid.tolist()), grid, parts)
+        for grids, share in zip(found, shares or (), strict=False):
+            grids.append(share.grid)
+        if shares is None:  # the tower runs it alone
+            found[0].append(grid)
+    return found
 
 
 def _devices_of(given: Sequence[str | torch.device]) -> list[torch.device]:
@@ -189,40 +248,3 @@ def _device_of(name: str | torch.device) -> torch.device:
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"fusedvit: devices must be CPUs and NVIDIA GPUs, got {str(name)!r}")
     return found
-
-
-def _tensors_of(tower: nn.Module) -> list[torch.Tensor]:
-    return [*tower.parameters(), *tower.buffers()]
-
-
-def _structure_of(tower: nn.Module) -> list[object]:
-    """Modules, parameters and buffers in order, without content, and numbers that tell which are the same object."""
-    numbers: dict[int, int] = {}
-    found: list[object] = []
-    for path, module in tower.named_modules(remove_duplicate=False):
-        found.append((path, own_class(type(module)), numbers.setdefault(id(module), len(numbers))))
-        for registry in (module._parameters, module._buffers):
-            tensors = {name: t for name, t in registry.items() if t is not None}
-            found.append([(n, t.shape, t.dtype, numbers.setdefault(id(t), len(numbers))) for n, t in tensors.items()])
-    return found
-
-
-def _take_attributes(mine: dict[str, Any], theirs: dict[str, Any], memo: dict[int, object]) -> None:
-    """Copies attributes of an original module to its copy: numbers, flags, hooks, an adapter's scale.
-
-    Args:
-        mine: attributes of the copy, changed in place.
-        theirs: attributes of the original as its `__getstate__` gives them, without what was compiled for the original.
-        memo: maps ids of the original's modules and tensors to the copy's, as for `copy.deepcopy`.
-    """
-    others = {*REGISTRIES, HANDLE}  # registries of modules and tensors, and the tower's handle, are not copied
-    for name in mine.keys() - theirs.keys() - others:
-        del mine[name]
-    for name in theirs.keys() - others:
-        value = theirs[name]
-        if name not in mine or content_of(mine[name]) != content_of(value):
-            mine[name] = copy.deepcopy(value, memo)
-
-
-def _stream_on(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,7 @@ class FusedEncoder:
         self._trained = False  # whether a call with gradients enabled fell back while a parameter required them
         self._pause = Pause()
         self._stats = Stats()
+        self._copies: dict[weakref.ref[FusedEncoder], torch.device] = {}
         self.processors: list[Any] = []
         self.normalizations = FoldedNormalizations(spec, family.name)
         known = self.normalizations.known
@@ -116,6 +117,17 @@ class FusedEncoder:
         self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
     ) -> Answer | None:
         """As `__call__`, and returns the items with the outputs. Every call is counted, however it ends."""
+        found: Answer | Reason | None = None
+        try:
+            found = self.answer_or_reason(tower, pixel_values, grid_thw, extra)
+        finally:  # at the end: until a replay has begun, the GPU is idle
+            self.count(found.items if isinstance(found, Answer) else found)
+        return found if isinstance(found, Answer) else None
+
+    def answer_or_reason(
+        self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
+    ) -> Answer | Reason:
+        """As `answer`, or returns the reason why the original code must run. The caller counts the call, by `count`."""
         marked, replay = type(pixel_values) is BytePixels, None
         try:
             pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
@@ -124,23 +136,38 @@ class FusedEncoder:
                 what = f"this {type(tower).__name__} is a copy of the one that was fused"
                 reason = Reason(fallback.ANOTHER_TOWER, what)
             if reason is not None:
-                self._fall_back(reason)
-                return None
+                return reason
             runtime = self.prepared.runtime if self._ran_fused else None  # after one fallback the next call mostly does
             replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra) or self._pause.take()
             found = reason or self._attempt_as_ready(pixels, grid_thw, replay, marked)
         finally:
-            self._stats.add(calls=1)  # at the end: until a replay has begun, the GPU is idle
             if replay is not None:
                 replay.drop()
         self._ran_fused = not isinstance(found, Reason)
         if isinstance(found, Reason):
-            self._fall_back(found)
-            return None
-        self._stats.add(fused=1, items=len(found.items), patch_tokens=sum([item.tokens for item in found.items]))
+            return found
         assert found.outputs is not None, "a run on unchanged weights has outputs"
         return Answer(found.outputs, found.items)
+
+    def count(self, ended: Sequence[Item] | Reason | None, share: bool = False) -> None:
+        """Counts a call that has ended.
+
+        Args:
+            ended: the items, if they ran fused; the reason, if the original code runs; None if the call raised.
+            share: the call is a share of another handle's call. That handle warns and raises, this one only counts.
+
+        Raises:
+            RuntimeError: `strict`, and the original code must run.
+        """
+        if ended is None or isinstance(ended, Reason):
+            self._stats.add(calls=1)
+        else:
+            self._stats.add(calls=1, fused=1, items=len(ended), patch_tokens=sum([item.tokens for item in ended]))
+        if isinstance(ended, Reason) and share:
+            self._stats.count_original(ended)
+        elif isinstance(ended, Reason):
+            self._fall_back(ended)
 
     def _attempt_as_ready(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
@@ -257,7 +284,8 @@ class FusedEncoder:
         """Counters as plain values, and the MiB held by weights and graphs; docs/using.md gives the unit of each.
 
         `compiles` counts kernels compiled in this process. `graphs` is present once the tower has run on a GPU. `state`
-        is the value of `state()`; during a pause it says why, for how many calls, and what ends the pause.
+        is the value of `state()`; during a pause it says why, for how many calls, and what ends the pause. `copies` is
+        a list with such a dictionary for each copy on another device, and its `device`.
         """
         state, paused = self.state(), self._pause.lasts()
         more: dict[str, Any] = {
@@ -265,6 +293,7 @@ class FusedEncoder:
             "refreshes": self.weights.prepared,
             "compiles": compiles(),
             "weights_mib": self.weights.held_bytes() / MIB,
+            "copies": [{"device": str(device)} | copied.stats() for copied, device in self._living_copies()],
         }
         graphs = self.prepared.graphs()
         if graphs is not None:
@@ -349,6 +378,8 @@ class FusedEncoder:
         self._live_tower()
         self._pause.end()
         self.prepared.reconfigure(config)
+        for copied, _ in self._living_copies():
+            copied.prepared.reconfigure(config)
 
     def release(self) -> None:
         """Releases all memory: graphs, static buffers, prepared weights, and old parameters that the tower replaced.
@@ -357,10 +388,14 @@ class FusedEncoder:
         """
         self._pause.end()
         self.prepared.release()
+        for copied, _ in self._living_copies():
+            copied.prepared.release()
 
     def drop_graphs(self) -> None:
         """Forgets captured graphs and failed captures, and keeps the static buffers."""
         self.prepared.drop_graphs()
+        for copied, _ in self._living_copies():
+            copied.prepared.drop_graphs()
 
     def concatenated(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
         """The embeddings that serving engines give to a language model: `[tokens, (1 + n) * out]`, n deepstack mergers.
@@ -419,6 +454,23 @@ class FusedEncoder:
         """Makes this the handle of `tower` too, which has shards of the weights that this handle's own tower has."""
         self._stands_for = weakref.ref(tower)
 
+    def lead(self, copied: "FusedEncoder", device: torch.device) -> None:
+        """From now on `copied` takes the options of this handle, and frees memory and ends when this one does.
+
+        Args:
+            copied: the handle of a copy of the tower; it is held weakly.
+            device: the copy's device.
+        """
+        self._copies[weakref.ref(copied, self._copies.pop)] = device
+        if copied.config != self.config:  # replaced since the copy was made
+            copied.prepared.reconfigure(self.config)
+        if self.prepared.ended:
+            copied.prepared.end()
+
+    def _living_copies(self) -> list[tuple["FusedEncoder", torch.device]]:
+        held = [(copied(), device) for copied, device in tuple(self._copies.items())]
+        return [(copied, device) for copied, device in held if copied is not None]
+
     def _live_tower(self) -> nn.Module:
         """The tower, if this handle still serves it.
 
@@ -438,6 +490,8 @@ class FusedEncoder:
         """Releases everything for good, because the tower was unfused or is gone."""
         self.processors.clear()
         self.prepared.end()
+        for copied, _ in self._living_copies():
+            copied.prepared.end()
 
     def check_reached(self) -> None:
         """Warns if an attribute `forward` of the tower makes calls bypass the fused encoder.

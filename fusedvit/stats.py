@@ -27,6 +27,7 @@ logger = logging.getLogger("fusedvit")
 
 MOST_LINES = 25  # most lines of a report
 MOST_STALE = 3  # report lines about what is wrong with a tuning table
+MOST_COPIES = 7  # report lines about copies on other devices: as many as one host has
 
 
 @dataclass
@@ -63,13 +64,17 @@ class Stats:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def count_original(self, reason: Reason, name: str) -> None:
-        """Counts a call that takes the original code; warns at the first call for each kind of reason."""
+    def count_original(self, reason: Reason, name: str | None = None) -> None:
+        """Counts a call that takes the original code.
+
+        Args:
+            name: of the tower, for a warning at the first call for each kind of reason; None: no warning.
+        """
         with self._lock:
             self.original[reason.kind] += 1
             self.details[reason.kind] = reason.detail
             first = self.original[reason.kind] == 1
-        if first:
+        if first and name is not None:
             logger.warning("%s", message(name, reason))
 
     def as_dict(self) -> dict[str, Any]:
@@ -158,7 +163,7 @@ def describe(
         f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
         *_calls(stats),
     ]
-    rest = _memory(stats)
+    rest = [*_memory(stats), *_folded(list(map(_copy, stats["copies"])), MOST_COPIES, "copies")]
     if parameter.device.type == "cuda":
         budgets = [b * spec.merge_unit for b in stats["graphs"]["token_budgets"]] if "graphs" in stats else [4096]
         rest += choices(spec, parameter.dtype, Target.of(parameter.device), budgets)
@@ -209,6 +214,16 @@ def _calls(stats: dict[str, Any]) -> list[str]:
             f"{g['capture_failures']} failed"
         )
     return lines
+
+
+def _copy(stats: dict[str, Any]) -> str:
+    """What a copy of the tower on another device ran and holds, by its stats."""
+    held = f"prepared weights {stats['weights_mib']:.1f} MiB"
+    if "graphs" in stats:
+        held += f", static buffers and graphs {stats['graphs']['held_mib']:.0f} MiB"
+    original = sum(stats["original"].values())
+    shares = f"{_counted(stats['calls'], 'share')}: {stats['fused']} fused, {original} original code"
+    return f"  copy on {stats['device']}: {shares}; {held}"
 
 
 def _reasons(stats: dict[str, Any], room: int) -> list[str]:

@@ -207,6 +207,10 @@ class WeightCache:
         self._snapshot = self._ingredients = self._refusal = None
         self._asked = True
 
+    def expect_change(self) -> None:
+        """The next preparation does not count in `changes`: the tower is about to be updated from another one."""
+        self._asked = True
+
     def get(self) -> EncoderWeights:
         """The prepared weights; `prepare` must have been called.
 

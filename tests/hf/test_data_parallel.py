@@ -264,7 +264,9 @@ def test_one_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = family_tower("Qwen3VLVisionModel")
     encoder, grid = DataParallelEncoder(tower, ["cpu", "cpu"]), GRIDS["mixed"]
     with monkeypatch.context() as patched:
-        patched.setattr("fusedvit.data_parallel._Copy.run", lambda *given: (_ for _ in ()).throw(RuntimeError("lost")))
+        patched.setattr(
+            "fusedvit.data_parallel.TowerCopy.run", lambda *given: (_ for _ in ()).throw(RuntimeError("lost"))
+        )
         with pytest.raises(RuntimeError, match="lost"):
             encoder(pixels_of(tower, grid), grid)
     torch.testing.assert_close(encoder(pixels_of(tower, grid), grid), expected_of(tower, grid), atol=1e-5, rtol=1e-5)

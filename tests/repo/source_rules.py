@@ -39,7 +39,11 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
         *("checks", "families", "model", "runtime", "config", "errors", "pixels"),
         *("fused_encoder", "original_inputs", "outputs", "own_forward"),
     ),
-    "data_parallel": ("api", "fused_encoder", "outputs", "checks", "runtime", "config", "errors"),
+    "tower_copies": ("api", "fused_encoder", "outputs", "checks", "runtime", "model", "errors"),
+    "data_parallel": (
+        *("api", "fused_encoder", "outputs", "checks", "runtime", "model", "config", "errors", "forks"),
+        "tower_copies",
+    ),
     "corpus": ("api", "checkpoint", "checks", "config", "cores", "errors", "pixels"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.

@@ -30,7 +30,7 @@ CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
 PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/own_forward.py"
-COPIES = "fusedvit/data_parallel.py"
+COPIES, PARALLEL = "fusedvit/tower_copies.py", "fusedvit/data_parallel.py"
 PREPARE, DIGEST = "fusedvit/model/prepare_weights.py", "fusedvit/model/digest.py"
 RANGE = "fusedvit/model/fp16_range.py"
 LAZY, UNREAD = "fusedvit/outputs/lazy.py", "fusedvit/outputs/unread.py"
@@ -623,8 +623,46 @@ MUTANTS = (
         "hf/data_parallel:adapters hf/data_parallel:any",
     ),
     _without(
-        "towers that copies may follow", COPIES, " and weights.host_unchanged()", "hf/data_parallel:a_change_that"
+        "towers that copies may follow", PARALLEL, " and weights.host_unchanged()", "hf/data_parallel:a_change_that"
     ),
+    Mutant(
+        "shares on copies that are written",
+        PARALLEL,
+        "wait(tuple(self._under_way))\n            for copied in self._copies:\n                copied.take",
+        "for copied in self._copies:\n                copied.take",
+        "hf/tower_copies:no_copy",
+    ),
+    Mutant(
+        "versions that shares ran on",
+        PARALLEL,
+        "weights.version == begun.version",
+        "weights.version == self._synced",
+        "hf/tower_copies:a_call_compares",
+    ),
+    Mutant(
+        "shares that end after an error",
+        PARALLEL,
+        "wait(begun.others)  # also",
+        "pass  #",
+        "hf/tower_copies:shares",
+    ),
+    _without("threads of a child", PARALLEL, "        renew_in_children(self)\n", "hf/tower_copies:a_child_has"),
+    Mutant(
+        "copies that a parent was writing",
+        PARALLEL,
+        "self._lock, self._synced = threading.Lock(), -1",
+        "self._lock = threading.Lock()",
+        "hf/tower_copies:a_child_writes",
+    ),
+    Mutant("syncs are no changes", COPIES, "self._handle.weights.expect_change()", "pass", "hf/tower_copies:syncs"),
+    _without(
+        "copies built in inference mode",
+        COPIES,
+        "    @torch.inference_mode(False)  # tensors made in it cannot be written outside\n",
+        "hf/tower_copies:a_copy_that",
+    ),
+    _never("options of a new copy", ENCODER, "copied.config != self.config", "hf/tower_copies:options_replaced"),
+    Mutant("memory of copies", ENCODER, "copied.prepared.release()", "pass", "hf/tower_copies:memory"),
     Mutant(
         "versions of kept weights",
         CACHE,

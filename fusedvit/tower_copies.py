@@ -1,0 +1,140 @@
+"""Fused copies of a tower on other devices, which follow its changes."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fusedvit.api import call_original, fuse
+from fusedvit.checks.change_detection import HANDLE
+from fusedvit.checks.ownership import own_class
+from fusedvit.checks.recorded import REGISTRIES, content_of
+from fusedvit.errors import Reason
+from fusedvit.fused_encoder import Answer, FusedEncoder, rows_of
+from fusedvit.model.items import Item
+from fusedvit.outputs.hugging_face import side_by_side
+from fusedvit.runtime.inputs import Grid
+
+
+class Ran(NamedTuple):
+    """How a call or a share of it ended.
+
+    Attributes:
+        rows: `[tokens, (1 + n) * out]`; None if the original code must still run.
+        ended: as `FusedEncoder.count` takes it.
+    """
+
+    rows: torch.Tensor | None
+    ended: list[Item] | Reason | None = None
+
+
+class TowerCopy:
+    """A fused copy of a tower on another device. Its user lets nothing run on it during `take`."""
+
+    def __init__(self, tower: nn.Module, leader: FusedEncoder, device: torch.device) -> None:
+        self.device = device
+        self._leader = leader
+        self._streams: set[torch.cuda.Stream] = set()  # of shares since the last `wait`
+        self._build(tower)
+
+    @torch.inference_mode(False)  # tensors made in it cannot be written outside
+    @torch.no_grad()
+    def _build(self, tower: nn.Module) -> None:
+        memo: dict[int, object] = {}
+        for tensor in _tensors_of(tower):
+            moved = tensor.detach().to(self.device, copy=True)
+            memo[id(tensor)] = nn.Parameter(moved, False) if isinstance(tensor, nn.Parameter) else moved
+        copied = copy.deepcopy(tower, memo)
+        self._handle = fuse(copied)
+        self._leader.lead(self._handle, self.device)
+        self._tower = copied  # last: after an interrupt before this line the next `take` builds again
+
+    def wait(self) -> None:
+        """Waits until the GPU has done the work of all shares, which end on the host before."""
+        while self._streams:
+            self._streams.pop().synchronize()
+
+    def take(self, tower: nn.Module) -> None:
+        """Updates this copy from `tower`: in place if modules and tensor shapes are the same, else by a new copy."""
+        self.wait()
+        if _structure_of(self._tower) != _structure_of(tower):
+            self._build(tower)
+        else:
+            self._handle.weights.expect_change()
+            self._write(tower)
+        stream = stream_on(self.device)
+        if stream is not None:  # shares may run in other streams
+            stream.synchronize()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _write(self, tower: nn.Module) -> None:
+        pairs = [*zip(self._tower.modules(), tower.modules(), strict=True)]
+        memo: dict[int, object] = {id(theirs): mine for mine, theirs in pairs}
+        for mine, theirs in zip(_tensors_of(self._tower), _tensors_of(tower), strict=True):
+            mine.copy_(theirs)
+            memo[id(theirs)] = mine
+        for own, other in pairs:
+            _take_attributes(vars(own), nn.Module.__getstate__(other), memo)
+
+    def warm_up(self, calls: Iterable[Grid] | None) -> None:
+        """As `FusedEncoder.warmup`, without a progress bar."""
+        self._handle.warmup(iter, calls=calls)
+
+    def run(self, pixels: torch.Tensor, grid: torch.Tensor, stream: torch.cuda.Stream | None) -> Ran:
+        """Runs a share whose pixels are on this device in `stream`, the caller's on this device."""
+        if stream is not None:
+            self._streams.add(stream)
+        with torch.inference_mode(), torch.cuda.stream(stream):  # None changes no stream
+            ended: list[Item] | Reason | None = None
+            try:  # bypasses hooks on the tower, as the own share does
+                found = self._handle.answer_or_reason(self._tower, pixels, grid, {})
+                ended = found.items if isinstance(found, Answer) else self._named(found)
+            finally:
+                self._handle.count(ended, share=True)
+            if isinstance(found, Answer):
+                return Ran(side_by_side(found.outputs, self._handle.spec), ended)
+            return Ran(rows_of(call_original(self._tower, pixels, grid, return_dict=True)), ended)
+
+    def _named(self, why: Reason) -> Reason:
+        """The reason why a share cannot run fused, with the device in its detail."""
+        return Reason(why.kind, f"on {self.device}" + (f": {why.detail}" if why.detail else ""))
+
+
+def _tensors_of(tower: nn.Module) -> list[torch.Tensor]:
+    return [*tower.parameters(), *tower.buffers()]
+
+
+def _structure_of(tower: nn.Module) -> list[object]:
+    """Modules, parameters and buffers in order, without content, and numbers that tell which are the same object."""
+    numbers: dict[int, int] = {}
+    found: list[object] = []
+    for path, module in tower.named_modules(remove_duplicate=False):
+        found.append((path, own_class(type(module)), numbers.setdefault(id(module), len(numbers))))
+        for registry in (module._parameters, module._buffers):
+            tensors = {name: t for name, t in registry.items() if t is not None}
+            found.append([(n, t.shape, t.dtype, numbers.setdefault(id(t), len(numbers))) for n, t in tensors.items()])
+    return found
+
+
+def _take_attributes(mine: dict[str, Any], theirs: dict[str, Any], memo: dict[int, object]) -> None:
+    """Copies attributes of an original module to its copy: numbers, flags, hooks, an adapter's scale.
+
+    Args:
+        mine: attributes of the copy, changed in place.
+        theirs: attributes of the original as its `__getstate__` gives them, without what was compiled for the original.
+        memo: maps ids of the original's modules and tensors to the copy's, as for `copy.deepcopy`.
+    """
+    others = {*REGISTRIES, HANDLE}  # registries of modules and tensors, and the tower's handle, are not copied
+    for name in mine.keys() - theirs.keys() - others:
+        del mine[name]
+    for name in theirs.keys() - others:
+        value = theirs[name]
+        if name not in mine or content_of(mine[name]) != content_of(value):
+            mine[name] = copy.deepcopy(value, memo)
+
+
+def stream_on(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
