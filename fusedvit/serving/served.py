@@ -103,18 +103,26 @@ def served_whole(
 
 
 @contextlib.contextmanager
-def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
-    """Around what writes to the weights of `towers` on every rank, and may fail half way. The ranks where it does not
-    gather next, and are told."""
+def writing_part(towers: Sequence[Served], why: str) -> Iterator[None]:
+    """Around what writes to the weights of `towers` on every rank, and may fail half way. Ranks meet at the next call:
+    nobody waits for one that has failed before."""
     try:
         yield
-    except Exception as error:
-        for sharded in (served.sharded for served in towers if served.sharded is not None):
-            sharded.failed(error)
-        raise
     finally:
         for served in towers:
             served.changed(why)
+
+
+@contextlib.contextmanager
+def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
+    """As `writing_part`, where ranks gather as soon as they have written: those on which it does not fail are told."""
+    with writing_part(towers, why):
+        try:
+            yield
+        except Exception as error:
+            for sharded in (served.sharded for served in towers if served.sharded is not None):
+                sharded.failed(error)
+            raise
 
 
 def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger, again: bool) -> None:
