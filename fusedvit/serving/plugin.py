@@ -20,8 +20,12 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fusedvit.config import FuseConfig
 from fusedvit.errors import unnamed
+from fusedvit.families.base import Family
+from fusedvit.runtime.captured_encoder import limits_for
 
 VARIABLES = "FUSEDVIT_"  # how names of environment variables begin
 DISABLE, CONFIG = f"{VARIABLES}DISABLE", f"{VARIABLES}CONFIG"
@@ -39,6 +43,20 @@ def options() -> FuseConfig:
         ValueError: the variable is no JSON object of `FuseConfig`'s options; the message names what is wrong.
     """
     return _options()[0]
+
+
+def check_options(family: Family, vision_config: Any) -> None:
+    """Raises ValueError where `FUSEDVIT_CONFIG` holds no options, or such as the tower that `vision_config` describes
+    cannot meet, however much memory is free."""
+    given = options()
+    try:
+        spec = family.spec_from_config(vision_config)
+    except Exception:  # whatever is wrong with it: the tower runs the engine's own code, and a line says why
+        return
+    try:
+        limits_for(spec, torch.float32, 0, given.token_budgets, given.max_items, given.max_frames)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"fusedvit: {CONFIG}: {unnamed(error)}") from error
 
 
 def may_gather() -> bool:
@@ -70,16 +88,16 @@ def install(patches: Patches) -> None:
     A patch must skip what it has already changed, as `wrap` does. Nothing is changed where plugins are switched off.
 
     Raises:
-        ValueError: as `options`.
+        ValueError: as `options`; the modules are changed all the same, as an engine may log the error and go on.
     """
     if os.environ.get(DISABLE, "").strip().lower() not in _NOT_DISABLED:
         return
-    options()
     for name in [*patches]:
         if name in sys.modules:
             patches[name](sys.modules[name])
     if not any(isinstance(finder, _AfterImport) and finder.patches is patches for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(patches))
+    options()
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:

@@ -103,18 +103,26 @@ def served_whole(
 
 
 @contextlib.contextmanager
-def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
-    """A context for a write to the weights of `towers` on every rank. Where it fails, this rank tells the others, which
-    gather next."""
+def writing_part(towers: Sequence[Served], why: str) -> Iterator[None]:
+    """A context for a write to the weights of `towers` on every rank that may fail half way. Ranks meet at the next
+    call, so no rank waits for one that fails here."""
     try:
         yield
-    except Exception as error:
-        for sharded in (served.sharded for served in towers if served.sharded is not None):
-            sharded.failed(error)
-        raise
     finally:
         for served in towers:
             served.changed(why)
+
+
+@contextlib.contextmanager
+def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
+    """As `writing_part`, for a write after which ranks gather at once: a rank on which it fails tells the others."""
+    with writing_part(towers, why):
+        try:
+            yield
+        except Exception as error:
+            for sharded in (served.sharded for served in towers if served.sharded is not None):
+                sharded.failed(error)
+            raise
 
 
 def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger, again: bool) -> None:

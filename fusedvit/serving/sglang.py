@@ -27,10 +27,10 @@ from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs.hugging_face import side_by_side
-from fusedvit.serving.agreement import EngineGroup
+from fusedvit.serving.agreement import EngineGroup, told
 from fusedvit.serving.engine_calls import answer_of, grid_of
-from fusedvit.serving.plugin import install, may_gather, options, unknown_release, wrap
-from fusedvit.serving.served import SERVED, Served, served_in, served_whole, writing
+from fusedvit.serving.plugin import check_options, install, may_gather, options, unknown_release, wrap
+from fusedvit.serving.served import SERVED, Served, served_in, served_whole, writing, writing_part
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
 
 RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
@@ -39,6 +39,7 @@ _DATA_PARALLEL = "use_data_parallel"  # of a tower's constructor: whole weights
 _LOADED = "maybe_precompile_model_kernels_after_loading"  # called after loading, before the KV pool
 _SHARDED = "its weights are sharded over {} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
 _WEIGHTS, _GRAPHS = "weights", "cuda_graph"  # kinds of memory that SGLang gives back and takes again
+_READING = frozenset({"snapshot", "compare", "checksum"})  # actions of `check_weights`; another one resets weights
 
 logger = logging.getLogger("sglang.fusedvit")
 
@@ -65,7 +66,7 @@ def register() -> None:
     """Changes SGLang's towers as they are imported; a repeated call changes nothing.
 
     Raises:
-        ValueError: `FUSEDVIT_CONFIG` holds no valid options.
+        ValueError: `FUSEDVIT_CONFIG` holds no options. SGLang logs it and goes on; a tower's constructor raises it too.
     """
     install(_TOWERS)
 
@@ -104,19 +105,19 @@ def _wrong_signature(cls: Any) -> str:
 
 
 def _construct(cls: Any, family: Family, original: Callable[..., None], tower: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs a tower's constructor and notes what it built before any other code has a reference to the tower."""
-    import sglang.version
+    """Runs a tower's constructor and notes what it built before any other code has a reference to the tower.
 
+    Raises:
+        ValueError: as `plugin.check_options`.
+    """
     original(tower, *args, **kwargs)
-    if type(tower) is not cls:  # a subclass, which is noted by its own patch or may compute something else
-        return
-    wrong = unknown_release("SGLang", sglang.version.__version__, RELEASES)
-    for module, patch in _LOADERS.items():  # fully imported by now, unlike when plugins load
-        if module in sys.modules and not wrong:
-            wrong = patch(sys.modules[module])
     bound = inspect.signature(original).bind(tower, *args, **kwargs)
     given = bound.arguments
     config = given.get("vision_config", given.get("config"))
+    check_options(family, config)
+    if type(tower) is not cls:  # a subclass, which is noted by its own patch or may compute something else
+        return
+    wrong = _wrong_loaders()
     if wrong:
         logger.info("fusedvit: %s runs SGLang's own code: %s", cls.__name__, wrong)
         return
@@ -124,6 +125,20 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
         functools.partial(_build_whole, cls, original, bound) if _DATA_PARALLEL in bound.signature.parameters else None
     )
     vars(tower)[_BUILT] = _note(tower, config, again), family
+
+
+def _wrong_loaders() -> str:
+    """How SGLang's release, or one of its modules that load weights, differs from the known ones; "" if none does."""
+    import sglang.version
+
+    wrong = unknown_release("SGLang", sglang.version.__version__, RELEASES)
+    for module, patch in _LOADERS.items():  # complete by now, as they need not be when plugins are loaded
+        if module in sys.modules and not wrong:
+            try:
+                wrong = patch(sys.modules[module])
+            except AttributeError as error:
+                wrong = unnamed(error)
+    return wrong
 
 
 def _build_whole(cls: Any, original: Any, bound: inspect.BoundArguments) -> Any:
@@ -137,13 +152,13 @@ def _note(tower: Any, config: Any, whole: Callable[[], Any] | None = None) -> No
     graphs = {name: vars(tower)[name] for name in ("enable_cg", "cuda_graph_runner") if name in vars(tower)}
     if graphs.get("enable_cg"):
         tower.enable_cg, tower.cuda_graph_runner = False, None
-    for module in tower.modules():  # as SGLang does at the first call; a process settles its kernels once
-        if vars(module).get("_forward_method", module) is None:
-            module._forward_method = module._resolve_forward_method()
     try:
+        for module in tower.modules():  # as SGLang does at the first call; a process settles its kernels once
+            if vars(module).get("_forward_method", module) is None:
+                module._forward_method = module._resolve_forward_method()
         return Noted(Built.of(tower, SGLANG), "", config, graphs, whole)
-    except ValueError as error:
-        return Noted(None, str(error), config, graphs, whole)
+    except Exception as error:  # SGLang must start, whatever a tower holds that we did not foresee
+        return Noted(None, told(error), config, graphs, whole)
 
 
 # loading
@@ -165,13 +180,14 @@ def fuse_towers(model: nn.Module) -> None:
     """Fuses the towers of a model whose weights are loaded, prepares them and captures their graphs.
 
     Raises:
-        ValueError: `FUSEDVIT_CONFIG` has options that a tower cannot meet.
+        RuntimeError: another rank did not come, or shards could not be gathered.
     """
     for tower in [module for module in model.modules() if _BUILT in vars(module)]:
         noted, family = vars(tower).pop(_BUILT)
         name = type(tower).__name__
-        fuse = _fuse if _ranks(tower) == 1 else _fuse_sharded
-        why_not = noted.wrong or _reason_of_engine(tower, noted) or fuse(tower, family, noted)
+        why_not = _try_to_fuse(tower, family, noted)
+        if not why_not and _ranks(tower) > 1:
+            why_not = _fuse_sharded(tower, family, noted)
         if not why_not:
             _turn_off_graphs()
             vars(tower)[SERVED].prepare(name, logger)
@@ -179,6 +195,20 @@ def fuse_towers(model: nn.Module) -> None:
         vars(tower).update(noted.graphs)
         if _rank() == 0:
             logger.info("fusedvit: %s runs SGLang's own code: %s", name, why_not)
+
+
+def _try_to_fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
+    """Fuses a tower that has whole weights, or says why neither it nor one with shards can run fused."""
+    cls = type(tower)
+    try:
+        why_not = _reason_of_engine(tower, noted) or noted.wrong
+        if not why_not and _ranks(tower) == 1:
+            why_not = _fuse(tower, family, noted)
+    except Exception as error:  # SGLang must start, whatever a tower holds that we did not foresee
+        why_not = told(error)
+        if type(tower) is not cls:
+            unfuse(tower)
+    return why_not
 
 
 def _ranks(tower: nn.Module) -> int:
@@ -190,6 +220,8 @@ def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
     """Why SGLang's options keep a tower from running fused, the same on every rank; "" if they do not."""
     from sglang.srt.runtime_context import get_exec, get_parallel
 
+    if not get_parallel().pp_group.is_first_rank:
+        return "this pipeline stage encodes nothing"
     ranks = _ranks(tower)
     if ranks > 1 and (noted.whole is None or get_parallel().tp_size != ranks):
         return _SHARDED.format(ranks)
@@ -325,6 +357,18 @@ def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     return found
 
 
+def _updated_in_part(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """A part of an update, after which another may come or none: the next call prepares."""
+    with writing_part([served for *_, served in _served_of(manager)], "updated"):
+        return original(manager, *args, **kwargs)
+
+
+def _checked(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Weights that are compared, or reset before others are loaded."""
+    run = original if recv_req.action in _READING else functools.partial(_updated_in_part, original)
+    return run(manager, recv_req)
+
+
 def _prepare_awake(manager: Any) -> None:
     if {_WEIGHTS, _GRAPHS} & manager.offload_tags:
         return
@@ -355,6 +399,8 @@ def _patch_encoder(module: ModuleType) -> str:
 
 def _patch_updater(module: ModuleType) -> str:
     updates = dict.fromkeys(("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update"), _updated)
+    parts = ("begin_weight_update", "update_weights_from_tensor", "update_weights_from_distributed")
+    updates |= dict.fromkeys(parts, _updated_in_part) | {"check_weights": _checked}
     memory = {"release_memory_occupation": _release, "resume_memory_occupation": _resume}
     return _hooked(module.SchedulerWeightUpdaterManager, memory | updates)
 

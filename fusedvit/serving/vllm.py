@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
+from fusedvit.checks.fallback import META, TRANSFORM
 from fusedvit.checks.ownership import name_of
 from fusedvit.checks.recorded import version_of
 from fusedvit.config import FuseConfig
@@ -29,14 +31,25 @@ from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.graphs.limits import MOST
 from fusedvit.model.normalization import Normalization
+from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
-from fusedvit.runtime.captured_encoder import LARGEST_BUDGET, limits_for
+from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm_gemma
-from fusedvit.serving.agreement import EngineGroup
+from fusedvit.serving.agreement import EngineGroup, told
 from fusedvit.serving.engine_calls import answer_of, as_rows, grid_of
-from fusedvit.serving.plugin import CONFIG, VARIABLES, install, may_gather, options, unknown_release, wrap
+from fusedvit.serving.plugin import (
+    CONFIG,
+    VARIABLES,
+    check_options,
+    install,
+    may_gather,
+    options,
+    unknown_release,
+    wrap,
+)
 from fusedvit.serving.served import SERVED, served_in, served_whole
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 from fusedvit.serving.vllm_worker import (
@@ -55,6 +68,7 @@ _ADAPTERS = "vllm.model_executor.models.adapters"  # its subclasses make pooling
 _REPLICATED = "ReplicatedLinear"  # whole on every rank, even if its tp_size is not 1
 _METHOD = "quant_method"  # attribute of a layer: the object that computes it
 _NORM = "FusedMMInputNorm"  # vLLM's module that normalises bytes on the device
+_WITHOUT_WEIGHTS = (META, TRANSFORM)  # load formats build models on no device, or under a dispatch mode
 _OVERTAKEN = 3  # attempts at a call, each dropped if the normalisation has changed meanwhile
 
 
@@ -110,10 +124,10 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
         _say(type(tower), tower, f"it is a subclass of {cls.__name__}, and may compute something else")
         return
     config = inspect.signature(original).bind(tower, *args, **kwargs).arguments["vision_config"]
-    _check_options(family, config)
+    check_options(family, config)
     why_not = _try_to_fuse(tower, family, config)
     if not why_not and _ranks(tower) > 1:
-        why_not = _fuse_sharded(tower, functools.partial(_whole, cls, family, original, config, args, kwargs))
+        why_not = _fuse_sharded(tower, functools.partial(_whole, tower, family, original, config, args, kwargs))
     _settle(cls, tower, why_not)
 
 
@@ -129,7 +143,7 @@ def _construct_model(
     if any(sub.__module__ != _ADAPTERS for sub in mro[: mro.index(cls)]):
         _say(type(model), tower, f"it is a subclass of {cls.__name__}, and may compute something else")
         return
-    _check_options(family, tower.config)
+    check_options(family, tower.config)
     _settle(cls, tower, _try_to_fuse(tower, family, tower.config))
 
 
@@ -141,19 +155,6 @@ def _construct_hugging_faces(original: Callable[..., None], model: Any, *args: A
             _say(type(tower), tower, "its model is Hugging Face's (model_impl=\"transformers\"), not one of vLLM's own")
 
 
-def _check_options(family: Family, vision_config: Any) -> None:
-    """Raises ValueError if the tower cannot meet options of `FUSEDVIT_CONFIG`, however much memory is free."""
-    given = options()
-    try:
-        spec = family.spec_from_config(vision_config)
-    except (ValueError, TypeError, AttributeError):
-        return  # it runs vLLM's own code, and a line says why
-    try:
-        limits_for(spec, torch.float32, 0, given.token_budgets, given.max_items, given.max_frames)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"fusedvit: {CONFIG}: {unnamed(error)}") from error
-
-
 def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
     """Fuses a tower with whole weights; returns why it cannot run fused, whole or sharded, or ""."""
     cls = type(tower)
@@ -162,19 +163,43 @@ def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
         if not why_not and _ranks(tower) == 1:
             why_not = _fuse(tower, family, config)
     except Exception as error:  # vLLM must start, whatever a tower holds that we did not foresee
-        why_not = f"{type(error).__name__}: {unnamed(error)}"
+        why_not = told(error)
         if type(tower) is not cls:
-            unfuse(tower)
+            _leave(tower)
     return why_not
 
 
-def _settle(cls: type, tower: nn.Module, why_not: str) -> None:
-    """Turns vLLM's encoder graphs off where the tower runs fused: their manager would capture what we replace."""
+def _leave(tower: nn.Module) -> None:
+    unfuse(tower)
+    vars(tower).pop(SERVED, None)
+
+
+def _settle(cls: type, tower: nn.Module, why_not: str, config: Any = None) -> None:
+    """Turns vLLM's encoder graphs off where the tower runs fused: their manager would capture what we replace.
+
+    Args:
+        config: vLLM's; None: the one that the tower is being built under.
+    """
+    if not why_not and vars(tower)[SERVED].judge is not None:
+        return  # it is settled when the tower has weights
     _say(cls, tower, why_not)
-    if not why_not:
-        config = _vllm()[1]
-        if config is not None:
-            config.compilation_config.cudagraph_mm_encoder = False
+    config = None if why_not else config or _vllm()[1]
+    if config is not None:
+        config.compilation_config.cudagraph_mm_encoder = False
+
+
+def _judge(cls: type, config: Any, tower: nn.Module) -> None:
+    """Settles whether a tower runs fused that was built without weights, and has them now."""
+    handle: FusedEncoder = vars(tower)[SERVED].handle
+    try:
+        why_not = str(handle.reason() or "")
+        if not why_not:
+            _expect_bytes(tower, handle)
+    except Exception as error:  # as in `_try_to_fuse`
+        why_not = told(error)
+    if why_not:
+        _leave(tower)
+    _settle(cls, tower, why_not, config)
 
 
 def _say(cls: type, tower: nn.Module, why_not: str) -> None:
@@ -262,27 +287,38 @@ def _ranks(tower: nn.Module) -> int:
     return max(getattr(m, "tp_size", None) or 1 for m in tower.modules() if type(m).__name__ != _REPLICATED)
 
 
-def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
-    """Builds and fuses the tower with whole weights, not loaded yet. The text says why it cannot, or must not, be."""
+def _whole(tower: Any, family: Family, original: Any, vision_config: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
+    """Builds and fuses a tower like `tower` with whole weights, not loaded yet. The text says why it cannot be."""
     if not may_gather():  # asked where ranks agree on the outcome: each has an environment of its own
         how = "with --mm-encoder-tp-mode data every GPU runs it fused"
         return None, f"its weights are sharded over several GPUs, and {CONFIG} forbids to gather them; {how}"
+    cls: Any = type(tower)
     whole, mode = cls.__new__(cls), _vllm()[1].model_config.multimodal_config
     kept = mode.mm_encoder_tp_mode
     mode.mm_encoder_tp_mode = "data"
     try:
-        with torch.inference_mode(False):  # weights must be writable in any mode, whichever vLLM builds models in
+        with _device_of(tower), _disable_current_modes(), torch.inference_mode(False):  # modes that vLLM builds in
             original(whole, *args, **kwargs)
+            return whole, _fuse(whole, family, vision_config)
     finally:
         mode.mm_encoder_tp_mode = kept
-    return whole, _fuse(whole, family, vision_config)
+
+
+def _device_of(tower: nn.Module) -> torch.device:
+    """The device on which a tower's weights are, or will be loaded."""
+    device = next(tower.parameters()).device
+    return device if device.type != "meta" else torch.device(_vllm()[1].device_config.device)
 
 
 def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     """Lets a whole copy run in the sharded tower's place; returns why it cannot, or ""."""
     from vllm.distributed import get_tp_group
 
-    served, why_not = served_whole(tower, Built.of(tower, VLLM), EngineGroup.of(get_tp_group()), make, run, logger)
+    try:
+        built = Built.of(tower, VLLM)
+    except ValueError as error:  # of its code, which is the same on every rank
+        return unnamed(error)
+    served, why_not = served_whole(tower, built, EngineGroup.of(get_tp_group()), make, run, logger)
     if served is not None:
         fuse_sharded(tower, served.handle, _run_sharded)
     return why_not
@@ -312,39 +348,48 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
         spec = family.spec_from_config(vision_config)
     except (ValueError, TypeError, AttributeError) as error:
         return unnamed(error)
-    _, config = _vllm()
+    cls, (_, config) = type(tower), _vllm()
     call = vllm_gemma.run if spec.padded else run
-    handle = fuse_tower(tower, family, spec, _limited(options(), config), built=built, call=call)
+    handle = fuse_tower(tower, family, spec, _limited(options(), config, spec), built=built, call=call)
     reason = handle.reason()
-    if reason is not None:
+    without_weights = reason is not None and reason.kind in _WITHOUT_WEIGHTS
+    if reason is not None and not without_weights:
         unfuse(tower)
         return str(reason)
-    vars(tower)[SERVED] = ServedTower(handle)
-    normalization = _normalization(tower)
-    if normalization is not None:  # so that weights are prepared for bytes before the first call
-        handle.normalizations.expect(normalization, still=False)
+    vars(tower)[SERVED] = ServedTower(handle, judge=functools.partial(_judge, cls, config) if without_weights else None)
+    if reason is None:
+        _expect_bytes(tower, handle)
     return ""
 
 
-def _limited(given: FuseConfig, config: Any) -> FuseConfig:
-    """Fills limits that the user left open from vLLM's scheduler and its own encoder graphs."""
-    if config is None:
+def _expect_bytes(tower: nn.Module, handle: FusedEncoder) -> None:
+    """Has weights prepared for bytes before the first call, if vLLM normalises pixels on the device."""
+    normalization = _normalization(tower)
+    if normalization is not None:
+        handle.normalizations.expect(normalization, still=False)
+
+
+def _limited(given: FuseConfig, config: Any, spec: VisionSpec) -> FuseConfig:
+    """Fills limits that the user left open from vLLM's scheduler and its own encoder graphs.
+
+    A limit of vLLM's is changed where it contradicts the user's or exceeds what a tower can have. With `memory`, which
+    chooses limits itself, none is taken.
+    """
+    if config is None or given.memory is not None:
         return given
-    graphs, most = config.compilation_config, config.scheduler_config.max_num_encoder_input_tokens
-    budgets = sorted(set(getattr(graphs, "encoder_cudagraph_token_budgets", None) or ()))
-    found: dict[str, Any] = {  # buffers grow with the largest budget; larger batches are split
-        "token_budgets": (budgets or (min(most, LARGEST_BUDGET),)) if given.memory is None else None,
-        "max_items": getattr(graphs, "encoder_cudagraph_max_vision_items_per_batch", None) or None,
-        "max_frames": getattr(graphs, "encoder_cudagraph_max_frames_per_batch", None) or None,
-    }
-    theirs = {name: value for name, value in found.items() if value is not None and getattr(given, name) is None}
-    sizes = theirs.get("token_budgets", given.token_budgets)  # below: values that vLLM accepts and we would refuse
-    if "max_items" in theirs and sizes:
-        theirs["max_items"] = min(theirs["max_items"], sizes[-1])
-    items = theirs.get("max_items", given.max_items)
-    if "max_frames" in theirs and items:
-        theirs["max_frames"] = max(theirs["max_frames"], items)
-    return replace(given, **theirs)
+    graphs = config.compilation_config
+    budgets, items, frames = (
+        getattr(graphs, f"encoder_cudagraph_{name}", None)
+        for name in ("token_budgets", "max_vision_items_per_batch", "max_frames_per_batch")
+    )
+    sizes = given.token_budgets
+    if sizes is None:  # buffers grow with the largest budget; larger batches are split
+        theirs = budgets or (min(config.scheduler_config.max_num_encoder_input_tokens, LARGEST_BUDGET),)
+        room = max(*theirs, given.max_items or 1)
+        sizes = sorted({min(size, MOST // spec.merge_unit) for size in (*theirs, room)})
+    items = given.max_items or (min(items, sizes[-1], given.max_frames or items) if items else None)
+    frames = given.max_frames or (min(max(frames, items or 1), MOST) if frames else None)
+    return replace(given, token_budgets=sizes, max_items=items, max_frames=frames)
 
 
 def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fusedvit.model.normalization import Normalization
 from fusedvit.serving.plugin import wrap
-from fusedvit.serving.served import Served, served_in, writing
+from fusedvit.serving.served import Served, served_in, writing, writing_part
 
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 WORKER = "vllm.v1.worker.gpu_worker"
@@ -39,10 +39,13 @@ class ServedTower(Served):
     Attributes:
         normalization: vLLM's normalisation of bytes, to fold into the weights; None where vLLM's own module runs.
         read_from: the state of the buffers when `normalization` was read from them; see `vllm._state_of`.
+        judge: given the tower, decides after loading whether it can run fused; None if that was decided when it was
+            built.
     """
 
     normalization: Normalization | None = None
     read_from: tuple[Any, ...] = ()
+    judge: Callable[[nn.Module], None] | None = None
 
 
 def stats(worker: Any) -> dict[str, Any]:
@@ -52,6 +55,7 @@ def stats(worker: Any) -> dict[str, Any]:
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares fused towers before a model runner's profile run, so that it measures their memory, too."""
+    _judge_loaded(_model_of(runner))
     towers = served_in(_model_of(runner))
     _prepare_all(_awake(runner))
     if towers and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
@@ -65,8 +69,23 @@ def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: An
 def _initialize(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares the remaining towers before the KV cache's initialisation, a step of every start. Profiling is not:
     models without a KV cache, instances that only encode and workers that join by elastic EP skip it."""
+    _judge_loaded(_model_of(_runner_of(worker)))
     _prepare_all(_awake(_runner_of(worker)))
     return original(worker, *args, **kwargs)
+
+
+def _init_model_state(original: Callable[..., Any], vllm_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Judges towers before the model runner V2 builds its state of a loaded model, vLLM's encoder graphs among it."""
+    _judge_loaded(model)
+    return original(vllm_config, model, *args, **kwargs)
+
+
+def _judge_loaded(model: Any) -> None:
+    """Decides, now that weights are loaded, about towers that a load format built without weights."""
+    for _, tower, served in served_in(model):
+        if isinstance(served, ServedTower) and served.judge is not None:
+            judge, served.judge = served.judge, None
+            judge(tower)
 
 
 def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +121,7 @@ def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
 
 def _update(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """One part of a weight update. Whether more parts follow is unknown, so the next call prepares."""
-    with writing([served for *_, served in _served_in(worker)], "updated"):
+    with writing_part([served for *_, served in _served_in(worker)], "updated"):
         return original(worker, *args, **kwargs)
 
 
@@ -157,6 +176,7 @@ def patch_runner(module: ModuleType) -> None:
     runner = vars(module).get("GPUModelRunner")
     if runner is not None:  # every known release has it
         wrap(runner, "profile_run", _profile)
+        wrap(module, "init_model_state", _init_model_state)
 
 
 def patch_worker(module: ModuleType) -> None:

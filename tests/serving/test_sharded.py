@@ -1,5 +1,6 @@
 """Sharded towers on four ranks, threads of this process, without an engine: what is gathered, and what all agree on."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from fusedvit.checks.as_built import Built
 from fusedvit.cli.towers import TINY
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import FAILED, FUSED, OWN, STALE, Agreement, OutOfStep
-from fusedvit.serving.served import Served, writing
+from fusedvit.serving.served import Served, writing, writing_part
 from fusedvit.serving.sharded import ShardedTower, agreed_whole
 from fusedvit.serving.shards import Shard, layout_of
 
@@ -279,6 +280,27 @@ def test_ranks_that_are_out_of_step_gather_at_the_next_call(towers: Any) -> None
             with pytest.raises(OutOfStep, match="loaded on one rank alone"):
                 served(pixels, GRID)
             return served(pixels, GRID)
+
+    for found in on_ranks(run):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_of_an_update_that_fails_on_one_rank_waits_for_nobody(towers: Any) -> None:
+    """The others gather at the next call, to which an engine comes once every rank has answered."""
+    _, _, _, want, pixels = towers
+    answered = threading.Barrier(RANKS, timeout=20)
+
+    def run(group: Threads) -> Any:
+        sharded = sharded_on(group, towers)
+        served = Served(sharded.handle, sharded=sharded)
+        assert sharded.gather()
+        with contextlib.suppress(InterruptedError), writing_part([served], "updated"):
+            if group.rank == 1:
+                raise InterruptedError
+        answered.wait()
+        assert sharded.stale == "updated"
+        with torch.inference_mode():
+            return sharded(pixels, GRID)
 
     for found in on_ranks(run):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)

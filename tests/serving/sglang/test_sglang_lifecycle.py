@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
     EndWeightUpdateReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -67,6 +68,52 @@ def test_updated_weights_are_seen(load_format: str | None) -> None:
     assert not close(answer, before) and close(answer, own(tower, IMAGES))
     assert torch.equal(tower.merger.linear_fc1.weight, dict(named)[prefix + "merger.linear_fc1.weight"])
     assert vars(tower)["_fusedvit"].stats()["fused"] == 2
+
+
+@pytest.mark.parametrize("how", ("tensor", "distributed", "a part that fails", "reset", "begin"))
+def test_parts_of_an_update(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call between two parts, or after one that failed; with `watch_data` off, as only the hooks tell."""
+    monkeypatch.setenv("FUSEDVIT_CONFIG", '{"watch_data": false}')
+    model = loaded(build())
+    tower, manager = tower_of(model), manager_of(model)
+    before = embed(tower, IMAGES)
+    manager.scheduler = SimpleNamespace(record_weight_version_change=lambda **_: None)
+    parameters = [(n.replace("qkv_proj", "qkv"), p) for n, p in tower.named_parameters() if n != "pos_embed.weight"]
+    named = [(f"model.visual.{name}", torch.randn_like(p) * 0.05) for name, p in parameters]
+    manager.tp_worker.deserialize_own_rank = lambda given: given
+    monkeypatch.setattr(WeightUpdater, "receive_weights_from_distributed", lambda *_, **__: named)
+    request = SimpleNamespace(serialized_named_tensors=named, selector="all", load_format=None, weight_version=None)
+    vars(request).update(flush_cache=False, names=[], dtypes=[], shapes=[], group_name="")
+
+    def write(*_: Any, **__: Any) -> None:
+        for _, parameter in parameters:
+            parameter.data.mul_(1.3)
+
+    if how == "begin":
+        monkeypatch.setattr(WeightUpdater, "begin_weight_update", write)
+    if how == "reset":
+        manager.tp_worker.model_runner.check_weights = write
+        assert manager.check_weights(CheckWeightsReqInput(action="reset_tensors")).success
+    else:
+        assert manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all")).success
+    if how == "a part that fails":
+        request.serialized_named_tensors = [*named, ("model.visual.merger.linear_fc2.weight", torch.zeros(1, 2))]
+        with pytest.raises(Exception, match="shape|size"):
+            manager.update_weights_from_tensor(request)
+    elif how in ("tensor", "distributed"):
+        embed(tower, IMAGES)
+        assert getattr(manager, f"update_weights_from_{how}")(request).success
+    answer = embed(tower, IMAGES)
+    assert close(answer, own(tower, IMAGES)) and not close(answer, before)
+
+
+def test_weights_that_are_only_compared_stay_prepared() -> None:
+    model = loaded(build())
+    manager = manager_of(model)
+    for action in ("snapshot", "compare", "checksum"):
+        manager.tp_worker.model_runner.check_weights = lambda **_: None
+        assert manager.check_weights(CheckWeightsReqInput(action=action)).success
+    assert vars(tower_of(model))["_fusedvit_served"].ready
 
 
 @pytest.mark.parametrize("saver", (False, True), ids=("kept", "lost"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import types
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -19,6 +20,8 @@ from sglang.srt.models import qwen2_5_vl
 from sglang.srt.runtime_context import get_context
 
 import fusedvit
+from fusedvit.checks.as_built import Built
+from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving import sglang as plugin
 from tests.serving.sglang.support import (
     GRIDS,
@@ -233,6 +236,63 @@ def test_deterministic_inference_is_left_alone(option: dict[str, Any], log: pyte
     with get_context().override_server_args(device="cpu", **option):
         loaded(model)
     assert "deterministic inference is on" in log.text and "_fusedvit" not in vars(tower_of(model))
+
+
+@pytest.mark.parametrize("text", ('{"token_budget": [64]}', '{"max_items": 100000}', "{"))
+def test_wrong_options_end_the_start(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs what a plugin raises, and goes on until it builds a tower."""
+    changed: list[str] = []
+    with contextlib.suppress(ValueError), monkeypatch.context() as given:
+        given.setenv("FUSEDVIT_CONFIG", text)
+        given.setattr(plugin, "_TOWERS", {"sglang": lambda module: changed.append(module.__name__)})
+        given.setattr(sys, "meta_path", [*sys.meta_path])
+        plugin.register()
+    assert changed == ["sglang"]
+    monkeypatch.setenv("FUSEDVIT_CONFIG", text)
+    with pytest.raises(ValueError, match="^fusedvit: FUSEDVIT_CONFIG"):
+        build()
+
+
+def _unforeseen(*args: Any, **kwargs: Any) -> Any:
+    raise KeyError("what nobody foresaw")
+
+
+UNFORESEEN: dict[str, tuple[Any, str]] = {
+    "as it is fused": (FusedEncoder, "reason"),
+    "as it is noted": (Built, "of"),
+    "as the engine is asked": (plugin, "_ranks"),
+}
+
+
+@pytest.mark.parametrize("where", UNFORESEEN)
+def test_sglang_starts_whatever_happens(
+    where: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(*UNFORESEEN[where], _unforeseen)
+    model = build()
+    tower, want = tower_of(model), embed(tower_of(model), IMAGES)
+    loaded(model)
+    assert torch.equal(embed(tower, IMAGES), want) and not {"_fusedvit", "_fusedvit_served"} & vars(tower).keys()
+    assert "runs SGLang's own code: KeyError: 'what nobody foresaw'" in log.text
+
+
+def test_a_loader_with_other_names_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    def patch(module: types.ModuleType) -> str:
+        return str(module.NoSuchClass)
+
+    monkeypatch.setitem(plugin._LOADERS, "sglang.srt.model_executor.model_runner", patch)
+    assert "_fusedvit" not in vars(tower_of(loaded(build()))) and "has no attribute 'NoSuchClass'" in log.text
+
+
+def test_a_stage_that_encodes_nothing(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    """SGLang builds the tower on every pipeline stage, and runs it on the first."""
+    model = build()
+    stage = types.SimpleNamespace(pp_group=types.SimpleNamespace(is_first_rank=False), tp_rank=0, tp_size=1)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: stage)
+    loaded(model)
+    assert "_fusedvit" not in vars(tower_of(model)) and "this pipeline stage encodes nothing" in log.text
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

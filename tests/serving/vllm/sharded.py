@@ -324,6 +324,69 @@ def fails_on_one(rank: int) -> None:
     check(config, model)
 
 
+def part_fails_on_one(rank: int) -> None:
+    """A part of an update that fails on one rank waits for nobody: ranks gather at the next call."""
+    from fusedvit.serving import vllm_worker
+
+    config, model = load(rank)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    check(config, model)
+
+    def receive(worker: Any) -> None:
+        if rank == 1:
+            raise RuntimeError("no such file")
+
+    begin = time.monotonic()
+    try:
+        vllm_worker._update(receive, worker)
+    except RuntimeError as error:
+        assert rank == 1 and str(error) == "no such file", error
+    assert time.monotonic() - begin < PATIENCE, "the engine answers before anybody calls the tower again"
+    time.sleep(PATIENCE * (1 - rank))
+    check(config, model)
+
+
+def without_weights(rank: int) -> None:
+    """Load formats that build the model on no device, or under a dispatch mode: the whole copy has memory."""
+    from vllm.model_executor.model_loader.tensorizer import meta_tensor_mode
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from tests.serving.vllm import support
+
+    config, plain = load(rank)
+    for modes in (torch.device("meta"), meta_tensor_mode()):
+        config.compilation_config.static_forward_context.clear()
+        with support.under(config):
+            support.start(rank, 2)
+        with set_default_torch_dtype(torch.float32), modes:
+            model = initialize_model(vllm_config=config, model_config=config.model_config)
+        assert {p.device.type for p in vars(model.visual)[SERVED].sharded.whole.parameters()} == {"cpu"}
+        shards = dict(plain.visual.named_parameters())
+        for name, module in model.visual.named_modules():
+            for leaf, old in [*module._parameters.items()]:
+                if old is not None:
+                    new = torch.nn.Parameter(shards[f"{name}.{leaf}" if name else leaf].detach(), requires_grad=False)
+                    module._parameters[leaf] = new
+            for leaf, old in [*module._buffers.items()]:
+                if old is not None:
+                    module._buffers[leaf] = plain.visual.get_submodule(name)._buffers[leaf]
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        check(config, model.eval())
+
+
+def not_noted(rank: int) -> None:
+    """A tower that cannot be noted as built, with a class that is not vLLM's: both ranks run vLLM's own code."""
+    from unittest.mock import patch
+
+    from fusedvit.checks.as_built import Built
+
+    said = lines()
+    with patch.object(Built, "of", side_effect=ValueError("merger.norm is of class elsewhere.Norm")):
+        forbidden(rank)
+    assert rank == 1 or "merger.norm is of class elsewhere.Norm" in said[0], said
+
+
 def rank_of(rank: int, port: int, scenarios: list[str]) -> None:
     sys.path.insert(0, str(ROOT))
     from tests.serving.vllm import support

@@ -1,6 +1,7 @@
 """What a server does to a model while it runs: reload, sleep, options; and what keeps a tower from running fused."""
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -597,6 +598,33 @@ def test_limits_that_vllm_takes_and_we_would_refuse(theirs: Any, limits: Any) ->
     found = fusedvit.fuse(load(config=config_of(QWEN, compilation_config=compilation))[1]).config
     items, frames = limits
     assert found.max_items == (items or found.token_budgets[-1]) and found.max_frames == frames
+
+
+def _encoder(**limits: Any) -> dict[str, Any]:
+    return {f"encoder_cudagraph_{name}": value for name, value in limits.items()}
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, expected",
+    [
+        ({"max_frames": 100}, _encoder(max_vision_items_per_batch=128), {"max_items": 100}),
+        ({"max_items": 300}, _encoder(token_budgets=[64, 128]), {"token_budgets": (64, 128, 300)}),
+        ({"memory": "small"}, _encoder(max_vision_items_per_batch=20000), {"max_items": None, "token_budgets": None}),
+        ({}, _encoder(max_frames_per_batch=1 << 32), {"max_frames": 2**31 - 1}),
+        ({}, _encoder(token_budgets=[64, 1 << 32]), {"token_budgets": (64, (2**31 - 1) // 4)}),
+        ({"max_items": 9}, _encoder(max_frames_per_batch=3), {"max_frames": 9}),
+        ({"token_budgets": [32]}, _encoder(max_vision_items_per_batch=64), {"max_items": 32}),
+    ],
+    ids=str,
+)
+def test_limits_of_vllm_give_way_to_the_users(
+    ours: Any, theirs: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONFIG, json.dumps(ours))
+    compilation = {"cudagraph_mm_encoder": True, **theirs}
+    found = fusedvit.fuse(load(config=config_of(QWEN, compilation_config=compilation))[1]).config
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert all(getattr(found, name) == (tuple(v) if isinstance(v, list) else v) for name, v in ours.items())
 
 
 @pytest.mark.parametrize("text", ['{"max_items": 100000}', '{"token_budgets": [999999999]}'])

@@ -85,7 +85,10 @@ def test_data_parallel() -> None:
     assert found["holds"] and found["same bits"] and found["ranks fused"] == 2 and found["parity"]["passed"]
 
 
-TOGETHER = "parity", "start", "differences", "judged", "sleep", "fails_on_one", "replicated", "forbidden_here"
+TOGETHER = (
+    *("parity", "start", "differences", "judged", "sleep", "fails_on_one", "part_fails_on_one", "without_weights"),
+    *("replicated", "not_noted", "forbidden_here"),
+)
 
 
 def in_ranks(*scenarios: str, **environment: str) -> str:

@@ -15,12 +15,17 @@ from torch import nn
 from transformers import Qwen3VLConfig, Qwen3VLVisionModel
 from vllm.distributed.elastic_ep import elastic_execute
 from vllm.model_executor.layers.activation import GELU
+from vllm.model_executor.model_loader.tensorizer import meta_tensor_mode
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.models.transformers import multimodal
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 import fusedvit
+from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving import vllm_worker
 from fusedvit.serving.served import SERVED, Served
 from tests.serving.vllm import support
@@ -165,6 +170,75 @@ def test_steps_that_write_nothing_are_known() -> None:
     names = {*vars(elastic_execute.ElasticEPScalingExecutor), *re.findall(r"    def (\w+)\(", old)}
     writing = {"load_model", "receive_weights", "prepare_new_worker"}
     assert names >= vllm_worker._WRITING_NOTHING | writing and not vllm_worker._WRITING_NOTHING & writing
+
+
+# load formats that build the model without weights
+
+FORMATS: dict[str, Callable[[], Any]] = {
+    "tensorizer": meta_tensor_mode,
+    "ipc_cache": lambda: torch.device("meta"),
+}
+
+
+def built_without_weights(config: Any, plain: Any, how: str) -> Any:
+    """The model as such a format leaves it: with the tensors of `plain` in place of its own."""
+    config.compilation_config.static_forward_context.clear()
+    config.compilation_config.cudagraph_mm_encoder = True
+    with under(config):
+        support.start()
+    with set_default_torch_dtype(torch.float32), FORMATS[how]():
+        model = initialize_model(vllm_config=config, model_config=config.model_config)
+    modules = dict(model.named_modules())
+    for name, tensor in [*plain.named_parameters(), *plain.named_buffers()]:
+        owner, _, leaf = name.rpartition(".")
+        found, own = tensor.detach().clone(), modules[owner]
+        parameter = own._parameters.pop(leaf, None) is not None
+        own._buffers.pop(leaf, None)
+        if parameter:
+            own.register_parameter(leaf, nn.Parameter(found, requires_grad=False))
+        else:
+            own.register_buffer(leaf, found, persistent=False)
+    process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return model.eval()
+
+
+@pytest.mark.parametrize("architecture", [QWEN, "Gemma4ForConditionalGeneration"])
+@pytest.mark.parametrize("how", FORMATS)
+def test_a_load_format_that_builds_without_weights(how: str, architecture: str) -> None:
+    config, plain = load(architecture, config_of(architecture))
+    want = embed(config, plain, GRIDS["mixed"])
+    model = built_without_weights(config, plain, how)
+    assert config.compilation_config.cudagraph_mm_encoder, "not settled yet"
+    worker = worker_of(config, model)
+    vllm_worker._initialize(lambda _: None, worker)
+    assert not config.compilation_config.cudagraph_mm_encoder
+    handle = fusedvit.fuse(model)
+    assert handle.stats()["refreshes"] == 1
+    assert close(embed(config, model, GRIDS["mixed"]), want)
+    assert handle.stats()["fused"] == handle.stats()["calls"] > 0 and handle.stats()["refreshes"] == 1
+
+
+@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize("wrong", ["a hook", "what nobody foresaw"])
+def test_what_cannot_run_fused_once_it_has_weights(
+    wrong: str, how: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model runner V2 asks for vLLM's own encoder graphs as soon as it has loaded the model."""
+    config, plain = load(config=config_of(QWEN))
+    model = built_without_weights(config, plain, how)
+    if wrong == "a hook":
+        model.visual.blocks[1].register_forward_hook(lambda *_: None)
+    else:
+        monkeypatch.setattr(FusedEncoder, "reason", unforeseen)
+    assert hasattr(model_runner.init_model_state, "__wrapped__"), "by the plugin"
+    line = said(caplog, monkeypatch, lambda: vllm_worker._init_model_state(lambda *_: None, config, model))
+    assert ("blocks.1" if wrong == "a hook" else wrong) in line and config.compilation_config.cudagraph_mm_encoder
+    assert not {"_fusedvit", SERVED} & vars(model.visual).keys()
+    assert torch.isfinite(embed(config, model, GRID)).all()
+
+
+def unforeseen(*_: Any, **__: Any) -> Any:
+    raise KeyError("what nobody foresaw")
 
 
 # what is left alone, and why
