@@ -25,6 +25,7 @@ import numpy as np
 
 from fusedvit.cores import available_cores
 from fusedvit.errors import PREFIX, InputError, first_line, named
+from fusedvit.pixels.ahead import submitted
 from fusedvit.pixels.arguments import check_counts
 from fusedvit.pixels.containers import missing_bytes
 from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, video_format
@@ -143,7 +144,8 @@ def _loaded(
 ) -> list[Media]:
     found = []
     with ThreadPoolExecutor(threads) as pool:
-        tasks = [pool.submit(load_one, source, frames, limits, i) for i, source in enumerate(sources)]
+        calls = (functools.partial(load_one, source, frames, limits, i) for i, source in enumerate(sources))
+        tasks = [submitted(pool, call) for call in calls]
         for task in tasks:
             try:
                 found.append(task.result())

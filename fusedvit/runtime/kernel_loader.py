@@ -206,7 +206,7 @@ class KernelLoader:
                 self._missing.update(dict.fromkeys(runs, frozenset(mode.missing)))
                 self._send(mode.missing, 0.0, urgent=False)
                 self._start()
-            raise KernelsNotReady("") from None
+            raise KernelsNotReady(self._service.broken) from None
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
