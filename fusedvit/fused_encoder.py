@@ -45,6 +45,9 @@ MOST_RUNS = 8  # with that lock
 MOST_REPEATS = 3  # preparations in a row from other parameters of the same values, before calls do without
 
 
+# What a run on a tower that changes meanwhile may raise: nothing that a signal's handler raises to end a call.
+_OF_PYTHON = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
+_FAILS = (*_OF_PYTHON, KernelsNotReady, KernelFailed)
 _STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
 
 
@@ -198,7 +201,7 @@ class FusedEncoder:
             return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
-        except Exception:
+        except _FAILS:
             if self.weights.host_unchanged():
                 raise
             return Attempt(None, [], version, unchanged=False)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedvit.cores import available_cores
-from fusedvit.errors import PREFIX, InputError, first_line, named
+from fusedvit.errors import PREFIX, InputError, first_line, is_of_handler, named
 from fusedvit.pixels.ahead import submitted
 from fusedvit.pixels.arguments import check_counts
 from fusedvit.pixels.containers import missing_bytes
@@ -318,6 +318,8 @@ def _said_of_image(error: Exception) -> str:
 
 def raise_of_machine(error: Exception, name: str) -> None:
     """Raises InputError, which is no MediaError, where `error` is the machine's and not that of the file `name`."""
+    if is_of_handler(error):
+        raise error
     if isinstance(error, MemoryError):
         raise InputError(f"{name}: cannot be read (out of memory)") from None
     if isinstance(error, ImportError):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.errors import InputError, UnsupportedModel, attempted
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.arguments import device_named
@@ -171,10 +171,9 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
 
 def _difference(plain: Any, home: Home) -> str:
     """How `plain` and the same swapped differ, on the CPU; "" where bits and grids are equal."""
-    try:
-        equal = all(_agrees(plain, home, *size) for size in ((61, 97), (150, 60)))
-    except Exception as error:  # whatever the code of a processor that nobody has tried raises: it is left alone
-        return f"cannot be checked: {type(error).__name__}: {error}"
+    equal = attempted(lambda: all(_agrees(plain, home, *size) for size in ((61, 97), (150, 60))))
+    if isinstance(equal, Exception):  # whatever the code of a processor that nobody has tried raises: it is left alone
+        return f"cannot be checked: {type(equal).__name__}: {equal}"
     return "" if equal else "lays patches out in another way, or gives more than patches and their grid"
 
 

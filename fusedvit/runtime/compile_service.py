@@ -28,6 +28,7 @@ from typing import Any
 
 import triton
 
+from fusedvit.errors import is_of_handler
 from fusedvit.kernels.launch import KernelJob, private_cache
 
 logger = logging.getLogger("fusedvit")
@@ -189,7 +190,7 @@ class CompileService:
         try:
             process, answers = self._program()
         except OSError as error:
-            if error.errno is None:  # none of the system's: a signal's handler raised it
+            if is_of_handler(error):
                 raise
             self.give_up(f"{type(error).__name__}: {error}", for_now=True)
             return
@@ -342,7 +343,9 @@ def _is_empty(folder: str) -> bool:
     try:
         with os.scandir(folder) as entries:
             return next(entries, None) is None
-    except OSError:
+    except OSError as error:
+        if is_of_handler(error):
+            raise
         return True
 
 

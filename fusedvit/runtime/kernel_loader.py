@@ -21,7 +21,7 @@ import torch
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from fusedvit.errors import WeightsReleased
+from fusedvit.errors import WeightsReleased, is_of_handler
 from fusedvit.kernels.launch import FromCache, KernelJob, KernelMissing, loading_from_cache
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.compile_service import CompileService, Request
@@ -218,6 +218,8 @@ class KernelLoader:
         try:
             yield
         except OSError as error:
+            if is_of_handler(error):
+                raise
             self._no_room = f"{type(error).__name__}: {error}"
             raise KernelsNotReady(self._no_room) from error
 
