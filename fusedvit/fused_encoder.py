@@ -81,8 +81,6 @@ class FusedEncoder:
     def _start(self, tower: nn.Module, config: FuseConfig) -> None:
         self._name, family, spec = type(tower).__name__, self.family, self.spec
         this = weakref.ref(self)  # below nothing holds the handle: it and its weights go with the last user's reference
-        self._tower = weakref.ref(tower, functools.partial(_end_of, this))
-        self._stands_for: Callable[[], nn.Module | None] = self._tower
         self._ran_fused = True  # the last call
         self._trained = False  # by a call that we know of
         self._pause = Pause()
@@ -90,9 +88,11 @@ class FusedEncoder:
         self.processors: list[Any] = []
         self.normalizations = FoldedNormalizations(spec, family.name)
         known = self.normalizations.known
-        self._source = functools.partial(_source_of, self._tower, self._name, family, spec, self.built, known)
+        self._source = functools.partial(_source_of, weakref.ref(tower), self._name, family, spec, self.built, known)
         self.prepared = PreparedTower(spec, config, self._source, known)
         self.weights = self.prepared.weights
+        self._tower = weakref.ref(tower, functools.partial(_end_of, this))  # when there is what it ends
+        self._stands_for: Callable[[], nn.Module | None] = self._tower
         renew_in_children(self)
 
     # a call

@@ -37,7 +37,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("checks", "families", "errors"),
     "api": (
         *("checks", "families", "model", "runtime", "config", "errors", "pixels"),
-        *("fused_encoder", "original_inputs", "outputs", "own_forward"),
+        *("fused_encoder", "original_inputs", "outputs", "own_forward", "forks"),
     ),
     "data_parallel": ("api", "fused_encoder", "outputs", "checks", "runtime", "config", "errors"),
     "corpus": ("api", "checkpoint", "checks", "config", "cores", "errors", "pixels"),
