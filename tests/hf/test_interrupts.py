@@ -119,13 +119,13 @@ def test_a_timeout_while_a_source_is_read() -> None:
 
 def test_a_timeout_while_a_refusal_is_kept() -> None:
     base, at, where = small_tower(), 0, "somewhere"
-    base.blocks[0].attn.extra = torch.nn.Linear(2, 2)
-    call = Call.of(base, GRIDS["smallest"])
+    base.merger.linear_fc2.bias.data = base.merger.linear_fc2.bias.data.double()
     while where:
-        at += 1
+        at += 13  # as above
         tower = copy_of(base)
-        fusedvit.fuse(tower)
-        where = interrupted(lambda tower=tower: call.run(tower), at, CACHE, CHANGES, kind=TimeoutError)
+        handle = fusedvit.fuse(tower)
+        where = interrupted(handle.weights.prepare, at, CACHE, CHANGES, kind=TimeoutError)
+        assert str(handle.reason()).startswith("several dtypes"), where
 
 
 def test_a_timeout_while_a_processor_is_tried() -> None:
@@ -145,7 +145,8 @@ def test_a_timeout_in_a_run_on_a_tower_that_has_changed() -> None:
     call.run(tower)
 
     def late(*_: object) -> None:
-        moved(tower)
+        bias = tower.merger.linear_fc2.bias
+        tower.merger.linear_fc2.bias = torch.nn.Parameter(bias.detach().clone())
         raise TookTooLong
 
     with mock.patch("fusedvit.fused_encoder.attempt", late), pytest.raises(TookTooLong):
