@@ -8,6 +8,7 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fusedvit import pixels
     from fusedvit.api import fuse, fuse_tower, unfuse
     from fusedvit.config import FuseConfig
     from fusedvit.corpus.embedder import Embedder
@@ -25,6 +26,7 @@ __all__ = [
     "__version__",
     "fuse",
     "fuse_tower",
+    "pixels",
     "unfuse",
 ]
 
@@ -38,6 +40,7 @@ _HOMES = {
     "fuse_tower": "fusedvit.api",
     "unfuse": "fusedvit.api",
 }
+_PACKAGES = ("pixels",)
 
 
 def _is_our_checkout(root: _Path) -> bool:
@@ -53,8 +56,10 @@ if _is_our_checkout(_root):
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in {*_HOMES, *_PACKAGES}:
         raise AttributeError(f"module 'fusedvit' has no attribute {name!r}")
+    if name in _PACKAGES:
+        return _import_module(f"fusedvit.{name}")
     value = getattr(_import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -6,10 +6,11 @@ original class under the same name, whose `forward` runs fused or falls back to 
 
 import functools
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from fusedvit.config import FuseConfig, check_config
 from fusedvit.errors import UnsupportedModel, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
+from fusedvit.forks import is_held, renew_in_children
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
@@ -32,9 +34,37 @@ from fusedvit.own_forward import bypass
 from fusedvit.pixels.processors import normalizations_of, parts_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's output, or None to fall back
 
 
+class _Turn:
+    """Towers are fused and unfused by one thread at a time: else each of two would give a tower a handle of its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        renew_in_children(self)
+
+    def renew_locks(self) -> None:
+        """See `forks`. A tower that a thread of the parent was at is as after an interrupt."""
+        if is_held(self.lock):
+            self.lock = threading.RLock()
+
+
+_turn = _Turn()
+
+
+def _in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    @functools.wraps(function)
+    def in_turn(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with _turn.lock:
+            return function(*args, **kwargs)
+
+    return in_turn
+
+
+@_in_turn
 def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any = None) -> FusedEncoder:
     """Fuses the vision tower of `model`, in place.
 
@@ -139,6 +169,7 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     return handle
 
 
+@_in_turn
 def fuse_tower(
     tower: nn.Module,
     family: Family,
@@ -178,6 +209,7 @@ def fuse_tower(
     return handle
 
 
+@_in_turn
 def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> None:
     """Makes `tower`, which has only shards of its weights, run through the handle of a fused tower with whole weights.
 
@@ -204,6 +236,7 @@ def _check_seam(tower: object, call: object, **others: tuple[object, type]) -> N
         raise TypeError(f"fusedvit: call must be a function, got {type(call).__name__}")
 
 
+@_in_turn
 def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
     """Restores the class of every tower of `model`, frees prepared weights and graphs, and returns `model`.
 

@@ -1,6 +1,5 @@
 """How many processor cores this process may use."""
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -10,7 +9,10 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")  # the container's own control group, in 
 def available_cores() -> int:
     """Cores allowed by this process's affinity and by the CPU quota of its control group, rounded, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError), open(CONTROL_GROUP / "cpu.max") as file:  # "max", or no file: all
-        quota, period = file.read().split()
-        cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
+    try:
+        quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
+        return min(cores, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError) as error:  # "max", or no file: all
+        if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it
+            raise
+        return cores

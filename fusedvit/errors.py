@@ -3,7 +3,10 @@
 Wrong input to a call raises ValueError or TypeError instead.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+Result = TypeVar("Result")
 
 ODD_POSITIONS = "odd positions"  # kinds of `Reason`
 EMPTY_ITEMS = "items without frames"
@@ -37,6 +40,44 @@ class UnsupportedModel(ValueError):
 
 class InputError(ValueError):
     """A file, folder or option that the user gave cannot be used; the message names it. Commands exit with 2."""
+
+
+def attempted(act: Callable[[], Result], *kinds: type[Exception]) -> Result | Exception:
+    """What `act` returns, or the error of one of `kinds` (of any, where none is given) that it raises each time.
+
+    A signal's handler may raise anything anywhere, as it does to end a request that takes too long: no fault of what it
+    interrupts. So `act` is called again where it has raised. If it does not raise again, the first error is raised, or
+    what that came of: libraries make errors of their own of what interrupts them, or fail as they end by it.
+    """
+    kinds = kinds or (Exception,)
+    try:
+        return act()
+    except kinds as error:
+        first = error
+    try:
+        act()
+    except kinds as error:
+        return error.with_traceback(None)  # which would keep alive whatever the frames in it hold
+    try:
+        raise _origin(first)
+    finally:
+        del first
+
+
+def _origin(error: Exception) -> BaseException:
+    """The timeout that led to an error; where there was none, what it names as its cause."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    step: BaseException | None = error
+    while step is not None and not is_of_handler(step):
+        step = step.__cause__ or step.__context__
+    return step or cause
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether a signal's handler has raised a timeout: those of the system have a number."""
+    return isinstance(error, TimeoutError) and error.errno is None
 
 
 def unnamed(error: BaseException) -> str:

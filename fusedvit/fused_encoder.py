@@ -45,6 +45,9 @@ MOST_RUNS = 8  # further runs under that lock
 MOST_REPEATS = 3  # preparations in a row from new parameter objects of the same values, before a pause begins
 
 
+# What a run on a tower that changes meanwhile may raise: nothing that a signal's handler raises to end a call.
+_OF_PYTHON = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
+_FAILS = (*_OF_PYTHON, KernelsNotReady, KernelFailed)
 _STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
 
 
@@ -78,8 +81,6 @@ class FusedEncoder:
     def _start(self, tower: nn.Module, config: FuseConfig) -> None:
         self._name, family, spec = type(tower).__name__, self.family, self.spec
         this = weakref.ref(self)  # weak, so that the handle and its weights are freed with the user's last reference
-        self._tower = weakref.ref(tower, functools.partial(_end_of, this))
-        self._stands_for: Callable[[], nn.Module | None] = self._tower
         self._ran_fused = True  # whether the last call did
         self._trained = False  # whether a call with gradients enabled fell back while a parameter required them
         self._pause = Pause()
@@ -88,9 +89,11 @@ class FusedEncoder:
         self.processors: list[Any] = []
         self.normalizations = FoldedNormalizations(spec, family.name)
         known = self.normalizations.known
-        self._source = functools.partial(_source_of, self._tower, self._name, family, spec, self.built, known)
+        self._source = functools.partial(_source_of, weakref.ref(tower), self._name, family, spec, self.built, known)
         self.prepared = PreparedTower(spec, config, self._source, known)
         self.weights = self.prepared.weights
+        self._tower = weakref.ref(tower, functools.partial(_end_of, this))  # when there is what it ends
+        self._stands_for: Callable[[], nn.Module | None] = self._tower
         renew_in_children(self)
 
     # a call
@@ -225,7 +228,7 @@ class FusedEncoder:
             return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
-        except Exception:
+        except _FAILS:
             if self.weights.host_unchanged():
                 raise
             return Attempt(None, [], version, unchanged=False)

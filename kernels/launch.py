@@ -236,7 +236,9 @@ def is_cached(digest: str, name: str) -> bool:
     """Whether Triton's cache holds the kernel of this key, all its files included."""
     try:
         return bool(get_cache_manager(digest).get_group(f"{name[:150]}.json"))  # as Triton cuts it
-    except (OSError, RuntimeError):  # the cache's folder cannot be created, or is not configured
+    except (OSError, RuntimeError) as error:  # the cache's folder cannot be created, or is not configured
+        if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it
+            raise
         return False
 
 
@@ -306,7 +308,9 @@ def _is_whole(folder: str) -> bool:
     """Whether a kernel's folder has the file that is written last: the list of its files, or a launcher."""
     try:
         return any(name.startswith("__grp__") or name.endswith(".so") for name in os.listdir(folder))
-    except OSError:
+    except OSError as error:
+        if error.errno is None:  # none of the system's: a signal's handler raised it
+            raise
         return False
 
 

@@ -113,6 +113,8 @@ def _read_all(gpu: str, shipped: Path, own: Path) -> Table:
         try:
             table = read(path, gpu)
         except (TableError, OSError) as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it
+                raise
             logger.warning("fusedvit: tuning table left out, heuristics used instead: %s", error)
             continue
         for reason in table.stale:

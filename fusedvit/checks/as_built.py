@@ -21,7 +21,7 @@ from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import is_own, name_of, own_class
-from fusedvit.errors import unnamed
+from fusedvit.errors import attempted, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
 from fusedvit.model.param_names import (
@@ -111,10 +111,10 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     """What in the tower's current config differs from `spec`; "" for nothing, or if the tower keeps no config."""
     if "config" not in vars(tower) and family.engine != HUGGING_FACE:
         return ""
-    try:
-        now = family.spec_from_config(tower.config)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        return f"its config: {unnamed(error)}"
+    kinds = ValueError, TypeError, AttributeError, LookupError, ArithmeticError
+    now = attempted(lambda: family.spec_from_config(tower.config), *kinds)
+    if isinstance(now, Exception):
+        return f"its config: {unnamed(now)}"
     causal = getattr(tower.config, CAUSAL, None)
     if causal:  # transformers passes it to the forward, if the caller does not
         return _differs(f"its config's {CAUSAL}", causal, None)

@@ -22,7 +22,7 @@ from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import foreign_class
 from fusedvit.checks.recorded import version_of
-from fusedvit.errors import BEYOND_FP16, Reason, first_line
+from fusedvit.errors import BEYOND_FP16, Reason, attempted, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
 from fusedvit.model.fp16_range import BeyondFp16, Products
@@ -56,10 +56,10 @@ class CheckedTower:
 
     def reason(self) -> Reason | None:
         """Why the tower as it stands cannot run fused, or None."""
-        try:
-            return self._reason()
-        except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            return Reason(fallback.MODIFIED, f"it cannot be judged: {type(error).__name__}: {first_line(error)}")
+        found = attempted(self._reason, AttributeError, TypeError, ValueError, LookupError, ArithmeticError)
+        if isinstance(found, Exception):
+            return Reason(fallback.MODIFIED, f"it cannot be judged: {type(found).__name__}: {first_line(found)}")
+        return found
 
     def is_judged_by_state(self) -> bool:
         """Whether a change of whatever decided the last `reason` would show in a snapshot.
@@ -106,10 +106,9 @@ class CheckedTower:
         wrong = wrong_parameters(plain, family, spec) or wrong_spec(tower, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
-        try:
-            built = self.built or Built.like(tower)
-        except Exception as error:  # a constructor of transformers may raise anything for a changed config
-            return Reason(fallback.MODIFIED, f"transformers builds no such tower from its config: {error}")
+        built = attempted(lambda: Built.like(tower)) if self.built is None else self.built
+        if isinstance(built, Exception):  # a constructor of transformers may raise anything for a changed config
+            return Reason(fallback.MODIFIED, f"transformers builds no such tower from its config: {built}")
         wrong = wrong_modules(plain, built, family, spec)
         return Reason(fallback.MODIFIED, wrong) if wrong else (plain, built)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import module_calls
+from fusedvit.errors import attempted
 
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -139,6 +140,10 @@ class Written:
 @functools.cache
 def _versions_work() -> bool:
     """Whether PyTorch's dictionary versions, which are not a public interface, count each way to write."""
+    return attempted(_versions_count) is True  # another release has other names or arguments
+
+
+def _versions_count() -> bool:
     module = nn.Module()
     own = vars(module)
     ways: tuple[Callable[[], object], ...] = (
@@ -154,14 +159,11 @@ def _versions_work() -> bool:
         lambda: module.register_module("d", nn.Identity()),
         own.clear,
     )
-    try:
-        for way in ways:
-            written = module._modules if way is ways[-2] else own
-            before = _version_of_dictionary(written)
-            if _version_of_dictionary(written) != before or (way(), _version_of_dictionary(written))[1] == before:
-                return False
-    except Exception:  # another release's names or arguments
-        return False
+    for way in ways:
+        written = module._modules if way is ways[-2] else own
+        before = _version_of_dictionary(written)
+        if _version_of_dictionary(written) != before or (way(), _version_of_dictionary(written))[1] == before:
+            return False
     return True
 
 
@@ -250,11 +252,12 @@ def _guards_work() -> bool:
     """Whether PyTorch's guards, which are not a public interface, notice a change of each property in `_LAYOUT`."""
     plain = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
     others = plain.double(), plain.t(), plain.view(1, 4), plain._neg_view(), nn.Parameter(plain, requires_grad=False)
-    try:
+
+    def notice() -> bool:
         guard = _guard_of([plain])
         return bool(guard.check(plain)) and not any(map(guard.check, others))
-    except Exception:  # another release's names or arguments
-        return False
+
+    return attempted(notice) is True  # another release has other names or arguments
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from functools import lru_cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from fusedvit.errors import attempted
+
 _LONGEST_HEADER = 120  # most lines of a function's decorators and parameters
 _NEWLOCALS = 0x2  # `CO_NEWLOCALS`: set on functions, not on class bodies or modules
 
@@ -95,10 +97,8 @@ def _header(module: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | 
 @lru_cache(maxsize=256)
 def _text_of(module: str) -> list[str]:
     loader: Any = getattr(sys.modules[module], "__loader__", None)
-    try:
-        return (loader.get_source(module) or "").splitlines(keepends=True)
-    except (AttributeError, ImportError, OSError):
-        return []
+    text = attempted(lambda: loader.get_source(module), AttributeError, ImportError, OSError)
+    return text.splitlines(keepends=True) if isinstance(text, str) else []
 
 
 def defines(module: str, path: str) -> bool:
@@ -162,10 +162,8 @@ def _paths(module: str) -> frozenset[str]:
 def code_of(module: ModuleType) -> CodeType | None:
     """The code object of the source of `module`; None if there is none."""
     loader: Any = getattr(module, "__loader__", None)
-    try:
-        code = loader.get_code(module.__name__)
-    except (AttributeError, ImportError, OSError, SyntaxError):  # no source: built in, frozen, or gone from the disk
-        return None
+    kinds = AttributeError, ImportError, OSError, SyntaxError  # no source: built in, frozen, or gone from the disk
+    code = attempted(lambda: loader.get_code(module.__name__), *kinds)
     return code if isinstance(code, CodeType) else None
 
 

@@ -143,12 +143,14 @@ def _lines(console: Console) -> Iterator[Step]:
             lines.repeat()
 
     thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # where the system has no room for a thread, nothing is repeated
+        thread.start()
     try:
         yield lines.step
     finally:
         done.set()
-        thread.join()
+        if thread.is_alive():
+            thread.join()
 
 
 class _Lines:

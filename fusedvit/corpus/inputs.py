@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedvit.corpus.values import COLUMNS, PATHS, content_of
-from fusedvit.errors import InputError, first_line
+from fusedvit.errors import InputError, attempted, first_line
 from fusedvit.pixels.formats import suffixes
 from fusedvit.pixels.media import MediaError, Source, is_url
 
@@ -210,19 +210,18 @@ def _names_in(table: Path, column: str) -> list[Any]:
     import pyarrow.parquet
 
     values = _reading(table, lambda: pyarrow.parquet.read_table(table, columns=[column]))[column]
-    try:
-        return list(values.to_pylist())
-    except Exception:  # Arrow holds what Python cannot: text in another encoding, times out of range
-        row, error = next(_not_converted(values))
+    found = attempted(lambda: list(values.to_pylist()))
+    if isinstance(found, list):
+        return found
+    row, error = next(_not_converted(values))  # Arrow holds what Python cannot: other encodings, times out of range
     raise InputError(f"{table}: column {column}: row {row} does not convert to Python: {first_line(error)}")
 
 
 def _not_converted(values: Iterable[Any]) -> Iterator[tuple[int, Exception]]:
     for row, value in enumerate(values):
-        try:
-            value.as_py()
-        except Exception as error:
-            yield row, error
+        found = attempted(value.as_py)
+        if isinstance(found, Exception):
+            yield row, found
 
 
 def _column_of(table: Path, schema: Any) -> str:
@@ -276,10 +275,9 @@ class _Table:
         if known != group:
             values = _reading(self.path, lambda: self._file.read_row_group(group, columns=[self._column]))[self._column]
             self._last = group, values
-        try:
-            value = content_of(values[row - (self._ends[group - 1] if group else 0)])
-        except Exception as error:  # text that is not UTF-8, which Arrow does not check
-            return MediaError(f"a file's bytes or path expected, got what does not convert: {first_line(error)}")
+        value = attempted(lambda: content_of(values[row - (self._ends[group - 1] if group else 0)]))
+        if isinstance(value, Exception):  # text that is not UTF-8, which Arrow does not check
+            return MediaError(f"a file's bytes or path expected, got what does not convert: {first_line(value)}")
         if isinstance(value, str) and value:
             return value if is_url(value) else self.path.parent / value
         return value if value and isinstance(value, bytes) else MediaError("a file's bytes or path expected, got none")

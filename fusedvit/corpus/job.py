@@ -4,6 +4,7 @@ The committed shards (`shards.committed`) are a job's only state: a killed job c
 """
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -26,6 +27,7 @@ from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.corpus.loading import OUTPUTS
 from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError
+from fusedvit.pixels.ahead import submitted
 from fusedvit.pixels.media import Source
 
 VERSION = 3  # of the record `Job.document`
@@ -307,7 +309,7 @@ def work(
             counters = embedder.counters()
             counted = _counted(number, found, before, counters, time.perf_counter() - start)
             before = counters
-            writing.append(pool.submit(write, number, found, counted))
+            writing.append(submitted(pool, functools.partial(write, number, found, counted)))
             while len(writing) > UNWRITTEN:
                 writing.pop(0).result()
         for task in writing:
@@ -338,20 +340,22 @@ def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Calla
     """
     said: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
     workers = [_started(job, gpu) for gpu in gpus]
-    for i, worker in enumerate(workers):
-        Thread(target=_listen, args=(i, worker, said), daemon=True).start()
-    waiting, failures, running = list(todo), [], len(workers)
+    waiting, failures, running, dismissed = list(todo), [], len(workers), set[int]()
     try:
+        for i, worker in enumerate(workers):
+            Thread(target=_listen, args=(i, worker, said), daemon=True).start()
         while running:
             i, message = said.get()
             if "done" in message:
                 committed(ShardDone(**message["done"]))
             elif "next" in message:
                 number = waiting.pop(0) if waiting else -1
+                dismissed |= {i} if number < 0 else set()
                 _tell(workers[i], number)
             else:
                 running -= 1
-                if workers[i].wait() or "error" in message:
+                told = i in dismissed  # what it ended with nobody learns where SIGCHLD is ignored
+                if workers[i].wait() or "error" in message or not told:
                     failures.append(message.get("error") or f"the process on GPU {gpus[i]} died")
     finally:
         for worker in workers:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedvit.errors import first_line
+from fusedvit.errors import attempted, first_line
 from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, is_one_source, load_one, raise_of_machine, rgb_of
 
 PATHS = ("path", "file", "image_path")
@@ -113,10 +113,10 @@ def content_of(value: Any) -> Any:
 
 def source_of(value: Any) -> Source:
     """A row's value as a source of pixels; a `MediaError` if it is none."""
-    try:
-        value = content_of(value)
-    except Exception as error:  # text that is not UTF-8, which Arrow does not check
-        return MediaError(f"a value that does not convert: {first_line(error)}")
+    given = attempted(lambda: content_of(value))
+    if isinstance(given, Exception) and given is not value:  # text that is not UTF-8, which Arrow does not check
+        return MediaError(f"a value that does not convert: {first_line(given)}")
+    value = given
     if isinstance(value, np.generic):
         value = value.item()
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from fusedvit.errors import InputError
+
 Result = TypeVar("Result")
 
 
@@ -16,12 +18,21 @@ def started_ahead(
     tasks: deque[Future[Result]] = deque()
     met: list[Exception] = []
     for call in until_error(calls, met):
-        tasks.append(pool.submit(call))
+        tasks.append(submitted(pool, call))
         if len(tasks) > ahead:
             yield tasks.popleft()
     while tasks:
         yield tasks.popleft()
     raise_met(met)
+
+
+def submitted(pool: ThreadPoolExecutor, call: Callable[[], Result]) -> "Future[Result]":
+    """A call, begun in the pool. Raises InputError where the system has no room for another thread."""
+    try:
+        return pool.submit(call)
+    except RuntimeError as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise InputError(f"the system has no room for another thread: {error}") from error
 
 
 def until_error(values: Iterable[Result], met: list[Exception]) -> Iterator[Result]:

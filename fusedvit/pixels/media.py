@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedvit.cores import available_cores
-from fusedvit.errors import PREFIX, InputError, first_line, named
+from fusedvit.errors import PREFIX, InputError, first_line, is_of_handler, named
+from fusedvit.pixels.ahead import submitted
 from fusedvit.pixels.arguments import check_counts
 from fusedvit.pixels.containers import missing_bytes
 from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, video_format
@@ -143,7 +144,8 @@ def _loaded(
 ) -> list[Media]:
     found = []
     with ThreadPoolExecutor(threads) as pool:
-        tasks = [pool.submit(load_one, source, frames, limits, i) for i, source in enumerate(sources)]
+        calls = (functools.partial(load_one, source, frames, limits, i) for i, source in enumerate(sources))
+        tasks = [submitted(pool, call) for call in calls]
         for task in tasks:
             try:
                 found.append(task.result())
@@ -316,6 +318,8 @@ def _said_of_image(error: Exception) -> str:
 
 def raise_of_machine(error: Exception, name: str) -> None:
     """Raises a plain InputError, no MediaError, if `error` is the fault of the machine and not of the file `name`."""
+    if is_of_handler(error):
+        raise error
     if isinstance(error, MemoryError):
         raise InputError(f"{name}: cannot be read (out of memory)") from None
     if isinstance(error, ImportError):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.errors import InputError, UnsupportedModel, attempted
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.arguments import device_named
@@ -172,10 +172,9 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
 
 def _difference(plain: Any, home: Home) -> str:
     """How outputs of `plain` and of its swapped copy differ on the CPU; "" where bits and grids are equal."""
-    try:
-        equal = all(_agrees(plain, home, *size) for size in ((61, 97), (150, 60)))
-    except Exception as error:  # an unknown processor's code may raise anything; it is then left alone
-        return f"cannot be checked: {type(error).__name__}: {error}"
+    equal = attempted(lambda: all(_agrees(plain, home, *size) for size in ((61, 97), (150, 60))))
+    if isinstance(equal, Exception):  # an unknown processor's code may raise anything; it is then left alone
+        return f"cannot be checked: {type(equal).__name__}: {equal}"
     return "" if equal else "lays patches out in another way, or gives more than patches and their grid"
 
 

@@ -20,7 +20,7 @@ import torch
 
 from fusedvit.cores import available_cores
 from fusedvit.errors import InputError, UnsupportedModel, first_line, named
-from fusedvit.pixels.ahead import raise_met, started_ahead, until_error
+from fusedvit.pixels.ahead import raise_met, started_ahead, submitted, until_error
 from fusedvit.pixels.arguments import check_counts, usable_device
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
@@ -180,7 +180,7 @@ def _batches(
         decoded = started_ahead(decoders, loads, ahead)
         met: list[Exception] = []
         for group in until_error(_groups(_good(decoded, parts, errors), patches), met):
-            packed.append(packer.submit(_pack, group, parts))
+            packed.append(submitted(packer, functools.partial(_pack, group, parts)))
             if len(packed) > _PACKED_AHEAD:
                 yield from _received(packed.popleft(), errors)
         while packed:

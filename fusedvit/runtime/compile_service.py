@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -17,14 +18,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from queue import SimpleQueue
+from typing import Any
 
 import triton
 
+from fusedvit.errors import is_of_handler
 from fusedvit.kernels.launch import KernelJob, private_cache
 
 logger = logging.getLogger("fusedvit")
@@ -33,6 +37,7 @@ HEADER = struct.Struct("<Q")  # bytes of the request that follows; 0 for the las
 LONGEST_END = 5.0  # seconds that a thread may take to end
 PROGRAM = "fusedvit.runtime.compile_program"
 STARTS = 3  # of the program, until it is given up
+RETRY = 30.0  # seconds until a thread or process is started again that the system had no room for
 TRIES = 3  # of a kernel that is done and cannot be found
 FIRST = 1.0  # order of what was asked for first; what is missing at a launch goes before it
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -62,7 +67,7 @@ class CompileService:
         changed: notified when a kernel is done or failed, and when nothing can be compiled any more.
         done: digests of kernels that are in the cache now.
         failed: what the compiler said of those that it cannot compile.
-        broken: why nothing can be compiled in the background; "" where it can.
+        broken: why nothing can be compiled in the background, for good or for now; "" where it can.
         ending: set when the process ends.
     """
 
@@ -71,6 +76,8 @@ class CompileService:
         self.done: set[str] = set()
         self.failed: dict[str, str] = {}
         self.broken = ""
+        self._again = math.inf  # time from which on it is tried again
+        self._said = ""  # in the last warning
         self.ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._waiting: dict[str, Request] = {}  # by digest, until done or failed
@@ -85,8 +92,12 @@ class CompileService:
 
     def start_early(self) -> None:
         """Starts the program where Triton's cache is empty: its imports take about as long as finding out what is
-        missing. Whoever calls this is, or soon will be, within `used`."""
+        missing. Whoever calls this is, or soon will be, within `used`.
+
+        What could not be started for now may be started again from here on, `RETRY` seconds later."""
         with self.changed:
+            if time.monotonic() >= self._again:
+                self.broken, self._again, self._starts = "", math.inf, 0
             if self._process is None and not self.broken and not self.ending.is_set() and _is_empty(_cache_folder()):
                 self._start()
 
@@ -141,12 +152,17 @@ class CompileService:
                     self._waiting.clear()  # whoever needs them after all sends them again
                     self._end_process()
 
-    def thread(self, work: Callable[[], None], name: str) -> threading.Thread:
-        """Starts a thread that ends before the process does: in a compiler's code Python would abort instead."""
+    def thread(self, work: Callable[[], None], name: str) -> threading.Thread | None:
+        """Starts a thread that ends before the process does: in a compiler's code Python would abort instead. None, and
+        nothing is compiled for now, where the system has no room for a thread."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=work, daemon=True, name=name)
         self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.give_up(f"{type(error).__name__}: {error}", for_now=True)
+            return None
         return thread
 
     def stop(self) -> None:
@@ -159,7 +175,8 @@ class CompileService:
             self.changed.notify_all()
             scratch, self._scratch = self._scratch, ""
         for thread in self._threads:
-            thread.join(LONGEST_END)
+            if thread.is_alive():  # one that could not be started cannot be joined
+                thread.join(LONGEST_END)
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -167,38 +184,50 @@ class CompileService:
 
     def _start(self) -> None:
         self._starts += 1
-        try:
-            if not self._scratch:
-                self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
-            answers, theirs = _pipe()  # not its standard output: what is imported there may print
-            with open(theirs, "wb"), contextlib.ExitStack() as undo:
-                undo.callback(os.close, answers)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=(theirs,),
-                    cwd=self._scratch,  # not the user's, whose modules might have names of ours
-                    env=self._environment(),
-                    start_new_session=True,  # Ctrl-C is ours to handle
-                )
-                undo.pop_all()
-        except OSError as error:
-            self.give_up(f"{type(error).__name__}: {error}")
+        if not sys.executable:
+            self.give_up("Python does not say where its own program is: sys.executable is empty")
             return
-        self._outbox = SimpleQueue()
-        self.thread(partial(self._write, self._process, self._outbox), "fusedvit-send")
-        self.thread(partial(self._listen, self._process, self._outbox, answers), "fusedvit-compile")
+        try:
+            process, answers = self._program()
+        except OSError as error:
+            if is_of_handler(error):
+                raise
+            self.give_up(f"{type(error).__name__}: {error}", for_now=True)
+            return
+        outbox: SimpleQueue[Request | None] = SimpleQueue()
+        listening = self.thread(partial(self._listen, process, outbox, answers), "fusedvit-compile")
+        if listening is None or self.thread(partial(self._write, process, outbox), "fusedvit-send") is None:
+            _abandon(process, answers if listening is None else None)
+            return
+        self._process, self._outbox = process, outbox
         for request in {id(request): request for request in self._waiting.values()}.values():
             self._send(request)
 
+    def _program(self) -> tuple["subprocess.Popen[bytes]", int]:
+        """Starts the program; it, and the descriptor that its answers come from. Raises OSError where that fails."""
+        if not self._scratch:
+            self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
+        answers, theirs = _pipe()  # not its standard output: what is imported there may print
+        with open(theirs, "wb"), contextlib.ExitStack() as undo:
+            undo.callback(os.close, answers)
+            process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs,),
+                cwd=self._scratch,  # not the user's, whose modules might have names of ours
+                env=self._environment(),
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+            undo.pop_all()
+        return process, answers
+
     def _environment(self) -> dict[str, str]:
-        folders = os.pathsep.join(os.path.abspath(p) for p in sys.path)
         return {
             **os.environ,
             **dict.fromkeys(THREADS, "1"),
-            "PYTHONPATH": folders,
+            "PYTHONPATH": os.pathsep.join(filter(None, map(_absolute, sys.path))),
             "PYTHONSAFEPATH": "1",
             "TRITON_CACHE_DIR": _cache_folder(),
             "TMPDIR": self._scratch,
@@ -235,7 +264,7 @@ class CompileService:
             elif self._waiting:
                 self.give_up(f"the compiling process ended with status {process.returncode}")
 
-    def _hear(self, said: dict[str, str]) -> None:
+    def _hear(self, said: dict[str, Any]) -> None:
         with self.changed:
             if "private" in said:
                 self._take_private(said["private"])
@@ -247,7 +276,7 @@ class CompileService:
                 self._waiting.pop(said["failed"], None)
                 self.failed[said["failed"]] = said["error"]
             else:
-                self.give_up(said["error"])
+                self.give_up(said["error"], for_now=bool(said.get("busy")))
             self.changed.notify_all()
 
     def _take_private(self, folder: str) -> None:
@@ -259,12 +288,14 @@ class CompileService:
             folder,
         )
 
-    def give_up(self, why: str) -> None:
-        """Nothing is compiled in the background any more. Said once."""
+    def give_up(self, why: str, for_now: bool = False) -> None:
+        """Nothing is compiled in the background any more, or for `RETRY` seconds. Said once."""
         with self.changed:
-            if not self.broken:
-                logger.warning("fusedvit: kernels cannot be compiled: %s", why)
-            self.broken = why
+            if not self.broken and why != self._said:
+                until = f" for now, tried again after {RETRY:.0f} s" if for_now else ""
+                logger.warning("fusedvit: kernels cannot be compiled%s: %s", until, why)
+            self.broken = self._said = why
+            self._again = time.monotonic() + RETRY if for_now else math.inf
             self._waiting.clear()
             self._end_process()
             self.changed.notify_all()
@@ -285,9 +316,26 @@ def _pipe() -> tuple[int, int]:
             os.close(end)
 
 
+def _abandon(process: "subprocess.Popen[bytes]", answers: int | None) -> None:
+    """Ends a program that nobody could be told to talk to, and closes `answers` where nobody listens to it."""
+    process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+    if answers is not None:
+        os.close(answers)
+
+
 def _cache_folder() -> str:
-    folder = triton.knobs.cache.dir
-    return os.path.abspath(folder) if folder else ""
+    return _absolute(triton.knobs.cache.dir) if triton.knobs.cache.dir else ""
+
+
+def _absolute(folder: str) -> str:
+    """The path of a folder from anywhere; "" of a relative one where the working folder was removed."""
+    try:
+        return os.path.abspath(folder)
+    except FileNotFoundError:
+        return ""
 
 
 def _is_empty(folder: str) -> bool:
@@ -295,7 +343,9 @@ def _is_empty(folder: str) -> bool:
     try:
         with os.scandir(folder) as entries:
             return next(entries, None) is None
-    except OSError:
+    except OSError as error:
+        if is_of_handler(error):
+            raise
         return True
 
 

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,6 +42,7 @@ NICENESS = 19  # of a child whose kernel nobody waits for
 LONGEST = 300.0  # seconds that one kernel may take
 TICK = 0.25  # seconds between two looks at the process that started this one
 TRIES = 2  # of a kernel whose child was killed
+BUSY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of a system that has no room for a process for now
 NO_ROOM = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOENT)
 
 
@@ -179,7 +181,11 @@ class Worker:
         with loading_from_cache(FromCache(collect=True)) as mode:
             mode.find(waiting.job)  # what keys are made of is computed once, before the forks
         reader, writer = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._do_without(digest, waiting, (reader, writer, lock), error)
+            return
         if pid == 0:
             _compile(waiting.job, writer, nice=not waiting.urgent, expected=digest in mode.missing)
         os.close(writer)
@@ -189,6 +195,21 @@ class Worker:
             os.close(lock)  # the child has it
         self.children[reader] = Child(pid, digest, waiting, time.monotonic(), self.private)
         self.selector.register(reader, selectors.EVENT_READ)
+
+    def _do_without(self, digest: str, waiting: Waiting, opened: Sequence[int], error: OSError) -> None:
+        """Where no child could be forked: its kernel waits for those that there are, or fails."""
+        for fd in opened:
+            if fd >= 0:
+                os.close(fd)
+        if self.children:
+            waiting.since = time.monotonic() + 2 * TICK
+            self.waiting[digest] = waiting
+        else:
+            self._say_failed(digest, _said_of(error))
+
+    def _say_failed(self, digest: str, said: dict[str, Any]) -> None:
+        """`said`: an error, and its number where it is one of the system's and no fault of the kernel's."""
+        self._say(failed=digest, error=said["error"], compiler="errno" not in said, busy=said.get("errno") in BUSY)
 
     def _hear(self, fd: int) -> None:
         child = self.children[fd]
@@ -206,13 +227,14 @@ class Worker:
             child.waiting.tries += 1
             self.waiting[child.digest] = child.waiting
         else:
-            self._say(failed=child.digest, error=said["error"], compiler="errno" not in said)
+            self._say_failed(child.digest, said)
 
     def _forget(self, fd: int) -> None:
         child = self.children.pop(fd)
         self.selector.unregister(fd)
         os.close(fd)
-        os.waitpid(child.pid, 0)
+        with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
+            os.waitpid(child.pid, 0)
 
     def _kill_slow(self) -> None:
         for child in list(self.children.values()):
@@ -289,6 +311,10 @@ def _takes_files(folder: str) -> bool:
     return True
 
 
+def _said_of(error: OSError) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}", "errno": error.errno}
+
+
 def _compile(job: KernelJob, writer: int, nice: bool, expected: bool) -> None:
     """The child: compiles one kernel, says how that went, and ends."""
     said: dict[str, Any] = {}
@@ -302,7 +328,7 @@ def _compile(job: KernelJob, writer: int, nice: bool, expected: bool) -> None:
         kernel = job.build()
         build_launcher(kernel)
     except OSError as error:
-        said = {"error": f"{type(error).__name__}: {error}", "errno": error.errno}
+        said = _said_of(error)
     except BaseException as error:  # whatever a compiler dies of is said to the one who waits for the kernel
         said = {"error": f"{type(error).__name__}: {error}"[:2000]}
     os.write(writer, json.dumps(said).encode())
@@ -316,6 +342,7 @@ def main() -> None:
     parser.add_argument("scratch", type=Path, help="its folder for temporary files")
     parser.add_argument("answers", type=int, help="descriptor of a pipe to that process")
     args = parser.parse_args()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as it may be inherited, nobody learns how a compiler ended
     os.set_inheritable(args.answers, False)  # compilers have no use for it
     worker = Worker(args.parent, args.scratch, os.fdopen(args.answers, "w"))
     try:

@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 
 from fusedvit import __version__
-from fusedvit.errors import named_line
+from fusedvit.errors import attempted, named_line
 from fusedvit.kernels import tile_configs
 from fusedvit.kernels.tile_configs import Target
 
@@ -122,20 +122,24 @@ def take(device: torch.device) -> None:
 
 @lru_cache(maxsize=64)
 def _take(folder: Path, device: torch.device) -> None:
-    try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        said, usable = mismatch(found, Target.of(device))
-        os.listdir(folder)  # an unreadable folder fails here, before any cache is replaced
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        said, usable = f"{MANIFEST} is not readable: {type(error).__name__}: {error}", False
+    found = attempted(lambda: _read(folder, device), OSError, ValueError, KeyError, TypeError)
+    if isinstance(found, Exception):
+        found = f"{MANIFEST} is not readable: {type(found).__name__}: {found}", False
+    said, usable = found
     if said:
         logger.warning("fusedvit: the compiled kernels in %s: %s. What is missing is compiled here", folder, said)
     if not usable:
         return
-    try:
-        _enter_somewhere(folder)
-    except OSError as error:
-        logger.warning("fusedvit: the compiled kernels in %s are not used: %s", folder, error)
+    failed = attempted(partial(_enter_somewhere, folder), OSError)
+    if failed is not None:
+        logger.warning("fusedvit: the compiled kernels in %s are not used: %s", folder, failed)
+
+
+def _read(folder: Path, device: torch.device) -> tuple[str, bool]:
+    """`mismatch` of the folder's manifest. Raises OSError, ValueError, KeyError or TypeError where it does not read."""
+    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    os.listdir(folder)  # if that fails, no cache is replaced for it
+    return mismatch(found, Target.of(device))
 
 
 def _enter_somewhere(folder: Path) -> None:
@@ -145,8 +149,8 @@ def _enter_somewhere(folder: Path) -> None:
         OSError: the temporary cache is not writable either.
     """
     if triton.knobs.cache.dir:
-        with contextlib.suppress(OSError):
-            enter(folder, Path(triton.knobs.cache.dir))
+        shared = Path(triton.knobs.cache.dir)
+        if not isinstance(attempted(lambda: enter(folder, shared), OSError), OSError):
             return
     own = Path(tempfile.mkdtemp(prefix="fusedvit-kernels-"))
     atexit.register(shutil.rmtree, own, ignore_errors=True)
@@ -174,11 +178,11 @@ def enter(folder: Path, into: Path) -> int:
     Existing files stay. Damaged kernels are counted in a warning. Raises OSError if `into` is not writable.
     """
     entered, damaged = 0, list[str]()
+    kinds = OSError, ValueError, LookupError, TypeError, AttributeError
     for source in (folder / name for name in sorted(os.listdir(folder)) if os.path.isdir(folder / name)):
-        try:
-            files = _to_enter(source)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            damaged.append(f"{source.name}: {type(error).__name__}: {error}")
+        files = attempted(partial(_to_enter, source), *kinds)
+        if isinstance(files, Exception):
+            damaged.append(f"{source.name}: {type(files).__name__}: {files}")
             continue
         for name, content in files.items():
             target = into / source.name / name

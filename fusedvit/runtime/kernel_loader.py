@@ -39,7 +39,7 @@ import torch
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from fusedvit.errors import WeightsReleased
+from fusedvit.errors import WeightsReleased, is_of_handler
 from fusedvit.kernels.launch import FromCache, KernelJob, KernelMissing, loading_from_cache
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.compile_service import CompileService, Request
@@ -282,7 +282,7 @@ class KernelLoader:
                 self._note(runs, stage=Stage.WANTED, order=0.0, launches=None, missing=frozenset(mode.missing))
                 self._send(mode.missing, 0.0, urgent=False)
                 self._start()
-            raise KernelsNotReady("") from None
+            raise KernelsNotReady(self._service.broken) from None
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -294,6 +294,8 @@ class KernelLoader:
         try:
             yield
         except OSError as error:
+            if is_of_handler(error):
+                raise
             self._no_room = f"{type(error).__name__}: {error}"
             raise KernelsNotReady(self._no_room) from error
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import Parameter
 
-from fusedvit.errors import BEYOND_FP16, Reason, WeightsReleased
+from fusedvit.errors import BEYOND_FP16, Reason, WeightsReleased, attempted
 from fusedvit.kernels.load_inputs import FLOATS
 from fusedvit.model.fp16_range import BeyondFp16
 from fusedvit.model.ops import Ops, ops_for
@@ -382,10 +382,9 @@ class WeightCache:
         if self._refusals & (self._refusals - 1):
             return
         with torch.inference_mode(False), torch.no_grad():
-            try:
-                snapshot = source.snapshot()
-            except Exception:  # a refused tower may hold parameters of any kind
-                return
+            snapshot = attempted(source.snapshot)
+        if isinstance(snapshot, Exception):  # a refused tower may hold parameters of any kind
+            return
         if source.reason() == reason:  # the tower has not changed meanwhile
             self._refusal = _Refusal(reason, snapshot, None)
 

@@ -829,3 +829,14 @@ def test_a_mistyped_model_keeps_nobody_out(checkpoint: Path, pictures: Path, tmp
     with pytest.raises(InputError, match="no such folder"):
         corpus_job.run(job, [0], embedder_of, lambda shard, total: None)
     assert not out.exists() or list(out.iterdir()) == []
+
+
+def test_a_process_that_dies_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SIGCHLD is ignored every process seems to have ended well."""
+    command = ["sh", "-c", """echo '{"next": true}'; read number; exit 0"""]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    monkeypatch.setattr(corpus_job, "_started", lambda job, gpu: subprocess.Popen(command, **pipes))
+    job = corpus_job.Job("a model", ("a",), str(tmp_path))
+    with pytest.raises(InputError, match="the process on GPU 0 died"):
+        corpus_job._run_on(job, [0], [0], lambda shard: None)
+    corpus_job._run_on(job, [0], [], lambda shard: None)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fusedvit
+from fusedvit import api
 from tests.hf.test_weights import like
 from tests.support.towers import GRIDS, Call, copy_of, error_of, tiny_tower
 from tests.support.waiting import PATIENCE
@@ -65,6 +66,12 @@ def held(lock: Any) -> Iterator[None]:
 
 def same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return all(error_of(ours[name], t) < 1e-5 for name, t in expected.items())
+
+
+def test_a_child_fuses_while_its_parent_does() -> None:
+    tower = tiny_tower()
+    with held(api._turn.lock):
+        assert answer_of_child(lambda: fusedvit.fuse(tower).state() == "fused") == "right"
 
 
 LOCKS: dict[str, Callable[[Any], Any]] = {

@@ -17,10 +17,13 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit import api
 from fusedvit.checks import fallback
+from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.graphs.limits import check_limits
-from fusedvit.prepared_tower import MOST_MOVES
+from fusedvit.prepared_tower import MOST_MOVES, PreparedTower
 from tests.support.families import INSTALLED, each_of, family_tower
+from tests.support.processors import image_processor
 from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_of, ran_fused, tiny_model, tiny_tower
 from tests.support.waiting import PATIENCE
 from tests.unit.graphs.stand_in import graphs_on_cpu
@@ -206,6 +209,46 @@ def test_a_handle_that_is_copied_with_its_model(way: str, held: str) -> None:
     fusedvit.unfuse(model)
     ended, other = WAYS[way]((handle, model))
     assert ended.state() == "unfused" and ended.tower is other.model.visual, "as the handle that it is a copy of"
+
+
+def test_a_copy_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tower goes before its handle is whole, and nothing is said on standard error."""
+    tower = tiny_tower()
+    fusedvit.fuse(tower)
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PreparedTower, "__init__", interrupted)
+        copy.deepcopy(tower)
+    gc.collect()
+    assert said == [] and fusedvit.fuse(copy.deepcopy(tower)).state() == "fused"
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_threads_that_fuse_one_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first requests of a server, say: it has one handle, which each of them gets."""
+
+    def late(*given: Any) -> FusedEncoder:
+        time.sleep(0.05)
+        return FusedEncoder(*given)
+
+    monkeypatch.setattr(api, "FusedEncoder", late)
+    tower, found, part = tiny_tower(), list[Any](), image_processor(patch_size=4)
+    threads = [
+        threading.Thread(target=lambda given=given: found.append(fusedvit.fuse(tower, processor=given)))
+        for given in (None, part, None)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [found[0]] * 3
+    original = type(part).__mro__[1]
+    fusedvit.unfuse(tower)
+    assert type(part) is original and found[0].state() == "unfused"
 
 
 def test_a_handle_that_is_copied_by_itself() -> None:

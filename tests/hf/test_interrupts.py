@@ -4,29 +4,41 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import fusedvit
+import fusedvit.pixels
+from fusedvit.checks import as_built, recorded, source_code
+from fusedvit.errors import attempted
 from fusedvit.forks import is_held
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.pixels.byte_processors import STATE
 from tests.support.graphs_on_cpu import GRID, LIMITS
+from tests.support.processors import image_processor
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
 CACHE, PREPARED, MANAGER = "fusedvit/runtime/weight_cache.py", "fusedvit/prepared_tower.py", "graphs/manager.py"
 API, HOOKS, HANDLE = "fusedvit/api.py", "checks/accelerate_hooks.py", "fusedvit/fused_encoder.py"
+CHECKED, RECORDED = "fusedvit/checks/checked_tower.py", "fusedvit/checks/recorded.py"
+CHANGES = "fusedvit/checks/change_detection.py"
+PROCESSORS = "fusedvit/pixels/processors.py"
 
 
 def small_tower() -> Any:
     return tiny_tower(depth=1, deepstack_visual_indexes=[0])
 
 
-def interrupted(act: Callable[[], object], at: int, *files: str) -> str:
+def interrupted(act: Callable[[], object], at: int, *files: str, kind: type[BaseException] = KeyboardInterrupt) -> str:
     """Where in `files` an interrupt landed, as `act` came to place number `at` there; "" if it has fewer.
+
+    It is raised by `act` in the end, whatever `kind` of exception it is, unless it landed where Python can raise
+    nothing: as a generator is closed that nobody holds any more.
 
     CPython handles signals where a function of Python begins, and where one of C has returned.
     """
@@ -38,13 +50,16 @@ def interrupted(act: Callable[[], object], at: int, *files: str) -> str:
             places += 1
             if places == at:
                 where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+                raise kind
 
     sys.setprofile(note)
     try:
-        act()
-    except KeyboardInterrupt:
+        with mock.patch("sys.unraisablehook") as dropped:
+            act()
+    except kind:
         assert where, "the only interrupt is ours"
+    else:
+        assert not where or dropped.called, f"{kind.__name__} was lost: {where}"
     finally:
         sys.setprofile(None)
     return where
@@ -71,6 +86,98 @@ def test_a_first_call() -> None:
         for _ in range(2):
             assert_same(call.run(tower), expected), where
         assert handle.stats()["fused"] == 2 + (not where) and is_free(handle), where
+
+
+class TookTooLong(Exception):
+    """Of an application's own."""
+
+
+def test_a_timeout_while_a_tower_is_judged() -> None:
+    """What signals' handlers raise to end a request is no fault of the tower's, and nothing is kept of it."""
+    base, kept = small_tower(), (as_built._built, recorded._versions_work, recorded._guards_work)
+    call = Call.of(base, GRIDS["smallest"])
+    usual = [function() for function in kept[1:]]
+    at, where = 0, "somewhere"
+    while where:
+        at += 13  # there are some thousand places
+        for function in kept:
+            function.cache_clear()
+        tower = copy_of(base)
+        handle = fusedvit.fuse(tower)
+        where = interrupted(lambda tower=tower: call.run(tower), at, CHECKED, RECORDED, kind=TimeoutError)
+        call.run(tower)
+        assert handle.stats()["original"] == {}, where
+        assert [function() for function in kept[1:]] == usual
+
+
+def test_a_timeout_while_a_source_is_read() -> None:
+    """By default it would be one that there is none of."""
+    loader = mock.Mock(get_code=mock.Mock(side_effect=[TimeoutError("late"), None]))
+    with pytest.raises(TimeoutError):
+        source_code.code_of(SimpleNamespace(__name__="module", __loader__=loader))  # type: ignore[arg-type]
+
+
+def test_a_timeout_while_a_refusal_is_kept() -> None:
+    base, at, where = small_tower(), 0, "somewhere"
+    base.merger.linear_fc2.bias.data = base.merger.linear_fc2.bias.data.double()
+    while where:
+        at += 13  # as above
+        tower = copy_of(base)
+        handle = fusedvit.fuse(tower)
+        where = interrupted(handle.weights.prepare, at, CACHE, CHANGES, kind=TimeoutError)
+        assert str(handle.reason()).startswith("several dtypes"), where
+
+
+def test_a_timeout_while_a_processor_is_tried() -> None:
+    at, where = 0, "somewhere"
+    while where:
+        at += 1
+        part = image_processor()
+        where = interrupted(lambda part=part: fusedvit.pixels.swap(part), at, PROCESSORS, kind=TimeoutError)
+        fusedvit.pixels.swap(part)
+        assert vars(part)[STATE].ours, where
+
+
+def test_a_timeout_in_a_run_on_a_tower_that_has_changed() -> None:
+    tower = small_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+
+    def late(*_: object) -> None:
+        bias = tower.merger.linear_fc2.bias
+        tower.merger.linear_fc2.bias = torch.nn.Parameter(bias.detach().clone())
+        raise TookTooLong
+
+    with mock.patch("fusedvit.fused_encoder.attempt", late), pytest.raises(TookTooLong):
+        call.run(tower)
+    call.run(tower)
+    assert handle.stats()["fused"] == 2
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, TookTooLong])
+@pytest.mark.parametrize("named", [True, False])
+def test_an_error_of_its_own_comes_again(kind: type[Exception], named: bool) -> None:
+    """And is told from one that came from elsewhere, whatever that is, and what became of it."""
+    elsewhere = [kind("from elsewhere")]
+
+    def act() -> str:
+        if elsewhere:
+            try:
+                raise elsewhere.pop()
+            except kind as error:
+                if named:
+                    raise ValueError("as libraries have it") from error
+                raise
+        return "an answer"
+
+    with pytest.raises(kind):
+        attempted(act)
+    assert attempted(act) == "an answer"
+    own = attempted(lambda: [][0], LookupError)
+    assert isinstance(own, IndexError) and own.__traceback__ is None
+    with pytest.raises(ZeroDivisionError):
+        attempted(lambda: 1 / 0, LookupError)
 
 
 def moved(tower: Any) -> None:

@@ -149,6 +149,20 @@ def test_what_came_before_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatc
     assert found == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("name", ["fusedvit-decode", "fusedvit-pack"])
+def test_no_room_for_a_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def full(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with pytest.raises(InputError, match="^fusedvit: the system has no room for another thread"):
+        list(stream([png(64, 64)] * 2, image_processor(), patches=64, errors="skip"))
+
+
 def test_decoded_pixels_are_held_of_two_batches_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch ends where its decoded pixels reach the bound, however few patches come of them."""
     bound, ahead, count, held, most = 4, 2, 60, 0, 0

@@ -37,7 +37,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("checks", "families", "errors"),
     "api": (
         *("checks", "families", "model", "runtime", "config", "errors", "pixels"),
-        *("fused_encoder", "original_inputs", "outputs", "own_forward"),
+        *("fused_encoder", "original_inputs", "outputs", "own_forward", "forks"),
     ),
     "tower_copies": ("api", "fused_encoder", "outputs", "checks", "runtime", "model", "errors"),
     "data_parallel": (

@@ -89,7 +89,7 @@ class FakeCompiler(CompileService):
     def fail(self, name: str, why: str) -> None:
         """The compiler refuses a kernel."""
         digest = next(d for request in self.sent for d, job in request.jobs.items() if job.name == name)
-        self._hear({"failed": digest, "error": why, "compiler": True})  # type: ignore[dict-item]
+        self._hear({"failed": digest, "error": why, "compiler": True})
 
     def names(self) -> list[str]:
         """Names of the kernels that were sent, in order."""

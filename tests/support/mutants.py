@@ -394,8 +394,8 @@ MUTANTS = (
     Mutant(
         "what cannot be judged",
         CHECKED,
-        "except (AttributeError, TypeError",
-        "except (TypeError",
+        "self._reason, AttributeError, TypeError",
+        "self._reason, TypeError",
         "hf/changed_in_place:whatever",
     ),
     # what is asked at a call

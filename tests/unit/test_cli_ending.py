@@ -212,6 +212,14 @@ raise SystemExit(ended(command))
     assert done.returncode == 143, done.stderr
 
 
+def test_commands_learn_how_their_children_end() -> None:
+    code = (
+        "import signal, subprocess; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "from fusedvit.cli.ending import ended; ended(lambda: print(subprocess.call('exit 3', shell=True)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT).stdout == b"3\n"
+
+
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     done = _signalled(signal.SIGTERM, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     assert (done.returncode, done.stdout) == (0, "went on\ncleaned up\n")

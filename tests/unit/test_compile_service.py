@@ -1,10 +1,13 @@
 """The program that compiles kernels, for a GPU that is not there: its keys, its end, full disks, two at a time."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +15,7 @@ from unittest import mock
 import pytest
 
 from fusedvit.runtime import compile_worker
-from fusedvit.runtime.compile_service import FIRST
+from fusedvit.runtime.compile_service import FIRST, CompileService
 from fusedvit.runtime.compile_worker import Child, Waiting, Worker
 from tests.support.waiting import alive, children, until
 
@@ -42,6 +45,19 @@ class Refuses:
             raise TypeError("a name of PyTorch will not do")
 if "fusedvit.runtime.compile_program" in sys.orig_argv:
     sys.meta_path.insert(0, Refuses())
+"""
+COUNTING = """
+import os, sys
+if "fusedvit.runtime.compile_program" in sys.orig_argv:
+    with open(os.environ["STARTS"], "a") as file:
+        file.write("one more\\n")
+"""
+NO_ROOM_TO_FORK = """
+import errno, os, sys
+if "fusedvit.runtime.compile_program" in sys.orig_argv:
+    def full():
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    os.fork = full
 """
 PRINTING = """
 import sys
@@ -164,6 +180,71 @@ def test_a_cache_that_is_not_named(tmp_path: Path) -> None:
     found = result(start(environment("")))
     assert found["done"] == 4 and found["cached"] and not found["kept"]
     assert found["said"].count("takes no files") == 1
+
+
+def test_signals_of_children_that_are_ignored(tmp_path: Path) -> None:
+    """As servers do that want no zombies; what they start inherits it."""
+    env = environment(tmp_path / "cache", site(tmp_path, COUNTING)) | {"STARTS": str(tmp_path / "starts")}
+    program = "import signal, runpy; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+    program += "runpy.run_module('tests.support.compiling', run_name='__main__')"
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True, timeout=300).stdout
+    assert json.loads(said.splitlines()[-1])["done"] == 4
+    assert (tmp_path / "starts").read_text().count("one more") == 1
+
+
+def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:
+    """Python's path has an entry of it, and so has Triton's cache: it is one that nobody named then."""
+    program = "import os, tempfile, tests.support.compiling as c; "
+    program += "folder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder); c.main()"
+    for cache, kept in (str(tmp_path / "cache"), False), ("relative", True):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment(cache), cwd=ROOT, capture_output=True, timeout=300
+        )
+        assert json.loads(done.stdout.splitlines()[-1])["done"] == 4
+        assert (b"takes no files" in done.stderr) is kept
+
+
+def test_no_room_for_another_process(tmp_path: Path) -> None:
+    """Nothing is compiled for now; beside a compiler that there is, a kernel waits for that."""
+    found = result(start(environment(tmp_path / "cache", site(tmp_path, NO_ROOM_TO_FORK))))
+    assert found["done"] == 0 and found["failed"] == [] and "BlockingIOError" in found["broken"]
+    assert found["said"].count("for now") == 1
+    job: Any = None
+    kernel = Waiting(job, 90, (1.0, 0.0), False)
+    worker = Worker(os.getpid(), tmp_path, sys.stdout, children={0: Child(0, "another", kernel, 0.0, False)})
+    worker._do_without("digest", kernel, (), BlockingIOError(errno.EAGAIN, "full"))
+    assert worker.waiting == {"digest": kernel} and kernel.since > time.monotonic()
+
+
+@pytest.mark.parametrize("executable", [None, ""])
+def test_a_python_that_does_not_know_its_program(executable: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One within another application."""
+    monkeypatch.setattr(sys, "executable", executable)
+    service = CompileService()
+    service.start_early()
+    with service.changed:
+        service._start()
+    assert "sys.executable" in service.broken and service._process is None
+
+
+@pytest.mark.parametrize("name", ["fusedvit-compile", "fusedvit-send"])
+def test_no_room_for_a_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that nobody could talk to is gone, and what was opened for it."""
+    start = threading.Thread.start
+
+    def full(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    service, before = CompileService(), len(os.listdir("/proc/self/fd"))
+    with service.changed:
+        service._start()
+    assert service.broken == "RuntimeError: can't start new thread" and service._process is None
+    service.stop()
+    assert not children(os.getpid()) and len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(

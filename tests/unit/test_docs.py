@@ -1,12 +1,17 @@
 """README and docs/: their examples, tables, links and paths are those of the code."""
 
+import importlib.util
+import pkgutil
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fusedvit
 from fusedvit.bench import report
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
@@ -45,6 +50,26 @@ def example() -> Family:
     found: dict[str, Any] = {}
     exec(compile(code, "docs/families.md", "exec"), found)
     return found["FAMILIES"][0]
+
+
+NAME = re.compile(r"(?<![\w./-])fusedvit(?:\.[A-Za-z_]\w*)+")
+
+
+def test_names_of_the_package_exist() -> None:
+    """All that pages write as `fusedvit.a.b`: public names and those of `pixels` after `import fusedvit` alone."""
+    pages = [page.read_text(encoding="utf-8") for page in PAGES if page.name != "CHANGELOG.md"]
+    names = {name for text in pages for name in NAME.findall(text)}
+    assert names > {"fusedvit.fuse", "fusedvit.pixels.swap"}
+    for name in names:
+        if not name.startswith(("fusedvit.serving.", "fusedvit.bench.engines.")):
+            pkgutil.resolve_name(name)
+            continue
+        parts = name.split(".")  # the module's engine need not be here
+        assert importlib.util.find_spec(".".join(parts[: 4 if "engines" in parts else 3])), name
+    at_once = {name for name in names if name.count(".") == 1 and name[9:] in fusedvit.__all__}
+    at_once |= {name for name in names if name.startswith("fusedvit.pixels")}
+    program = f"import fusedvit\nfor name in {sorted(at_once)}: eval(name)\nassert 'pixels' in dir(fusedvit)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_the_example_is_the_code_of_its_file() -> None:

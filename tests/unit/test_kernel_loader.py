@@ -19,7 +19,7 @@ from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.errors import WeightsReleased
 from fusedvit.kernels.launch import KernelFailed, from_cache
 from fusedvit.prepared_tower import PreparedTower
-from fusedvit.runtime import kernel_loader
+from fusedvit.runtime import compile_service, kernel_loader
 from fusedvit.runtime.kernel_loader import AROUND, ASKED_FOR, KernelLoader, KernelsNotReady, Run, Stage
 from tests.support.fake_compiler import FakeCompiler
 from tests.support.towers import pixels_for, vision_tower
@@ -314,6 +314,25 @@ def test_where_nothing_can_be_compiled_calls_are_told_and_waiting_ends(compiler:
     assert refused(loader, graph(64)) == "OSError: no room"
     loader.need([graph(64)], wait=True)  # its launches compile
     assert graph(64) not in loader.ready
+
+
+def test_no_room_for_a_thread(
+    compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls are told so, and it is tried again by one that comes later."""
+    loader, _weights = loader_on(compiler)
+    with mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
+        for _ in range(2):
+            assert refused(loader, graph(64)) == "RuntimeError: can't start new thread"
+        monkeypatch.setattr(compile_service, "RETRY", 0.0)
+        for _ in range(2):
+            assert refused(loader, graph(64)) == "RuntimeError: can't start new thread"
+    assert len(caplog.records) == 1 and "for now" in caplog.text
+    compiler._again = 0.0
+    assert refused(loader, graph(64)) == ""
+    until(lambda: "own 64 True" in compiler.names())
+    compiler.finish_all()
+    until(lambda: graph(64) in loader.ready)
 
 
 def test_it_keeps_no_weights_and_waits_for_released_ones(compiler: FakeCompiler) -> None:

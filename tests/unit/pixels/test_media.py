@@ -5,6 +5,7 @@ import io
 import os
 import re
 import struct
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,17 @@ def test_errors_of_a_file_are_its_own(monkeypatch: pytest.MonkeyPatch, number: i
     fail(monkeypatch, Path, step, error)
     with pytest.raises(MediaError):
         load_one(SAMPLE_IMAGE)
+
+
+def test_no_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    for errors in ("raise", "skip"):
+        with pytest.raises(InputError, match="^fusedvit: the system has no room for another thread") as raised:
+            load([np.zeros((32, 32, 3), np.uint8)] * 2, errors=errors)
+        assert not isinstance(raised.value, MediaError)
 
 
 def test_rotated_and_transparent_pictures(tmp_path: Path) -> None:
