@@ -29,7 +29,7 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.outputs.hugging_face import to_hugging_face
 from fusedvit.own_forward import bypass
-from fusedvit.pixels.processors import normalizations_of, parts_of, restore, swap
+from fusedvit.pixels.processors import check_processor, normalizations_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
 EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's output, or None to fall back
@@ -58,7 +58,8 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
     """
     if config is not None:
         check_config(config)
-    _check_processor(processor)
+    if processor is not None:
+        check_processor(processor)
     tower = find_tower(model)
     known = tower.__dict__.get(HANDLE)
     if known is not None and known.serves(tower):
@@ -89,15 +90,6 @@ def _fuse_again(tower: nn.Module, known: FusedEncoder, config: FuseConfig | None
         known.reconfigure(config)
         known.check_reached()
     return known
-
-
-def _check_processor(processor: Any) -> None:
-    """Raises TypeError unless `processor` is None, a processor of Hugging Face's, or an image or video processor."""
-    if processor is None:
-        return
-    if isinstance(processor, type) or not all(hasattr(p, "save_pretrained") for p in parts_of(processor).values()):
-        got = f"the class {processor.__name__}" if isinstance(processor, type) else type(processor).__name__
-        raise TypeError(f"fusedvit: processor must be a processor of transformers, as AutoProcessor gives, got {got}")
 
 
 def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
@@ -214,7 +206,8 @@ def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
         UnsupportedModel: `model` contains no supported tower.
         TypeError: `model` is not a module, or `processor` not a processor; the towers are unchanged.
     """
-    _check_processor(processor)
+    if processor is not None:
+        check_processor(processor)
     towers = towers_in(model)
     if not towers:
         raise UnsupportedModel(nothing_in(model))

@@ -3,6 +3,8 @@
 Wrong input to a call raises ValueError or TypeError instead.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 ODD_POSITIONS = "odd positions"  # kinds of `Reason`
@@ -44,10 +46,15 @@ def unnamed(error: BaseException) -> str:
     return str(error).removeprefix(PREFIX)
 
 
-def named(error: InputError) -> InputError:
-    """The same error with the prefix "fusedvit: ", as library functions raise it; commands print it without."""
-    error.args = (PREFIX + unnamed(error),)
-    return error
+@contextmanager
+def named() -> Iterator[None]:
+    """Within, and in functions that it decorates, an InputError gets the prefix "fusedvit: ", as library functions
+    raise it; commands print it without."""
+    try:
+        yield
+    except InputError as error:
+        error.args = (PREFIX + unnamed(error),)
+        raise
 
 
 def first_line(error: BaseException) -> str:
