@@ -11,7 +11,7 @@ ODD_POSITIONS = "odd positions"  # kinds of `Reason`
 EMPTY_ITEMS = "items without frames"
 SPARSE = "sparse pixels"
 BEYOND_FP16 = "beyond fp16"
-PREFIX = "fusedvit: "  # begins every message
+PREFIX = "fusedvit: "  # begins every message; commands print it without
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
