@@ -164,6 +164,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--commit", default="", help="of this checkout, where git does not tell")
     parser.add_argument("--before-commit", default="", help="of the other one")
     args = parser.parse_args(argv)
+    if not (args.before / "bench" / "towers.py").is_file():
+        parser.error(f"BEFORE: the root of a checkout of fusedvit expected, got {args.before}")
+    if not torch.cuda.is_available():
+        parser.error("1 NVIDIA GPU expected, got 0")
     args.tower, args.workload = args.tower or list(TOWERS), args.workload or list(WORKLOADS)
     roots = {"before": args.before.resolve(), "after": ROOT}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}

@@ -25,7 +25,7 @@ from torch import nn
 
 from fusedvit.api import fuse
 from fusedvit.bench import towers
-from fusedvit.bench.records import arguments, passport, write
+from fusedvit.bench.records import arguments, need_gpus, passport, run_program, write
 from fusedvit.bench.workloads import image, tokens
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.runtime.compile_service import service_of
@@ -257,13 +257,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", help="a cache folder that `fusedvit compile` made for this GPU")
     parser.add_argument("--profile", action="store_true", help="print where this process spends its time")
     args = parser.parse_args(argv)
-    out = args.json
+    need_gpus()
     if args.scenario:
         result = _profiled(args.scenario) if args.profile else SCENARIOS[args.scenario]()
-        (print if out is None else out.write_text)(json.dumps(result))
+        (print if args.json is None else args.json.write_text)(json.dumps(result))
         return 0
     found: dict[str, Any] = {}
-    given = {"--folder": args.folder and Path(args.folder), "--json": out}
+    given = {"--folder": args.folder and Path(args.folder), "--json": args.json}
     of = passport("python -m fusedvit.bench.first_call", given, args.commit)
 
     def run(name: str, scenario: str, cache: str, profile: bool = False, kernels: str = "") -> None:
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
             return
         found[name] = in_process(scenario, cache, _report, profile, kernels)
         about = {"passport": of, "figures": judged(found), "bars": BARS, "problems": problems(found)}
-        write(out, about | {"scenarios": {scenario: _shortened(result) for scenario, result in found.items()}})
+        write(args.json, about | {"scenarios": {scenario: _shortened(result) for scenario, result in found.items()}})
 
     with tempfile.TemporaryDirectory() as folder:
         run("hugging_face", "hugging_face", f"{folder}/none")
@@ -313,4 +313,4 @@ def _profiled(scenario: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -22,7 +22,7 @@ from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
 from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
 from fusedvit.config import FuseConfig, check_config
-from fusedvit.errors import UnsupportedModel, unnamed
+from fusedvit.errors import Reason, UnsupportedModel, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.forks import is_held, renew_in_children
@@ -31,7 +31,7 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.outputs.hugging_face import to_hugging_face
 from fusedvit.own_forward import bypass
-from fusedvit.pixels.processors import normalizations_of, parts_of, restore, swap
+from fusedvit.pixels.processors import check_processor, normalizations_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
 Given = ParamSpec("Given")
@@ -88,7 +88,8 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
     """
     if config is not None:
         check_config(config)
-    _check_processor(processor)
+    if processor is not None:
+        check_processor(processor)
     tower = find_tower(model)
     known = tower.__dict__.get(HANDLE)
     if known is not None and known.serves(tower):
@@ -119,15 +120,6 @@ def _fuse_again(tower: nn.Module, known: FusedEncoder, config: FuseConfig | None
         known.reconfigure(config)
         known.check_reached()
     return known
-
-
-def _check_processor(processor: Any) -> None:
-    """Raises TypeError unless `processor` is None, a processor of Hugging Face's, or an image or video processor."""
-    if processor is None:
-        return
-    if isinstance(processor, type) or not all(hasattr(p, "save_pretrained") for p in parts_of(processor).values()):
-        got = f"the class {processor.__name__}" if isinstance(processor, type) else type(processor).__name__
-        raise TypeError(f"fusedvit: processor must be a processor of transformers, as AutoProcessor gives, got {got}")
 
 
 def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
@@ -247,7 +239,8 @@ def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
         UnsupportedModel: `model` contains no supported tower.
         TypeError: `model` is not a module, or `processor` not a processor; the towers are unchanged.
     """
-    _check_processor(processor)
+    if processor is not None:
+        check_processor(processor)
     towers = towers_in(model)
     if not towers:
         raise UnsupportedModel(nothing_in(model))
@@ -306,7 +299,7 @@ def _fused_class(original: Any) -> Any:
 
     def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            chosen = uncompiled if may_break() else in_original
+            chosen = uncompiled if may_break(original.__name__, _is_strict(self)) else in_original
             return chosen(self, hidden_states, grid_thw, **kwargs)
         # Without a handle the tower was created by this class's `from_pretrained`, or unfused since the call began.
         handle: FusedEncoder | None = self.__dict__.get(HANDLE)
@@ -372,9 +365,13 @@ def _rebuild(original: Any) -> nn.Module:
 def _engine_class(original: Any, call: EngineCall) -> Any:
     """The fused subclass of an engine's tower class, under the same names."""
 
+    refuse = torch.compiler.assume_constant_result(_refuse_compiled)
+
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         handle: FusedEncoder | None = self.__dict__.get(HANDLE)
+        if torch.compiler.is_dynamo_compiling() and _is_strict(self):
+            refuse(original.__name__)
         if handle is None or torch.compiler.is_dynamo_compiling():
             return original.forward(self, *args, **kwargs)
         found = call(handle, self, *args, **kwargs)
@@ -386,11 +383,28 @@ def _engine_class(original: Any, call: EngineCall) -> Any:
     return fused
 
 
-def _graph_may_break() -> bool:
+def _graph_may_break(name: str, strict: bool) -> bool:
     """Whether the code being compiled may have graph breaks: not with `fullgraph=True`, and not in an export.
 
-    Runs while `torch.compile` traces; the result is a constant in the compiled code.
+    Runs while `torch.compile` traces; the result is a constant in the compiled code. Raises as `_refuse_compiled` where
+    a call of a `strict` tower of the class `name` could not run fused.
     """
     translator = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator
     tracing = translator.current_tx()
-    return not (tracing.one_graph or getattr(tracing, "error_on_graph_break", False))
+    whole = tracing.one_graph or getattr(tracing, "error_on_graph_break", False)
+    if whole and strict:
+        _refuse_compiled(name)
+    return not whole
+
+
+def _is_strict(tower: nn.Module) -> bool:
+    """Whether a call that would run the original code must raise. `torch.compile` traces this: a tower that becomes
+    strict is compiled again."""
+    handle: FusedEncoder | None = tower.__dict__.get(HANDLE)
+    return handle is not None and handle.prepared.config.strict
+
+
+def _refuse_compiled(name: str) -> None:
+    """Raises RuntimeError while `torch.compile` traces a call into the original code of the tower class `name`."""
+    state = "cannot run fused inside torch.compile(fullgraph=True) or an export"
+    raise RuntimeError(fallback.message(name, Reason(fallback.COMPILING), state))

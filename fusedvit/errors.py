@@ -3,7 +3,8 @@
 Wrong input to a call raises ValueError or TypeError instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 Result = TypeVar("Result")
@@ -12,7 +13,7 @@ ODD_POSITIONS = "odd positions"  # kinds of `Reason`
 EMPTY_ITEMS = "items without frames"
 SPARSE = "sparse pixels"
 BEYOND_FP16 = "beyond fp16"
-PREFIX = "fusedvit: "  # begins every message
+PREFIX = "fusedvit: "  # begins every message; commands print it without
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -85,10 +86,15 @@ def unnamed(error: BaseException) -> str:
     return str(error).removeprefix(PREFIX)
 
 
-def named(error: InputError) -> InputError:
-    """The same error with the prefix "fusedvit: ", as library functions raise it; commands print it without."""
-    error.args = (PREFIX + unnamed(error),)
-    return error
+@contextmanager
+def named() -> Iterator[None]:
+    """Within, and in functions that it decorates, an InputError gets the prefix "fusedvit: ", as library functions
+    raise it; commands print it without."""
+    try:
+        yield
+    except InputError as error:
+        error.args = (PREFIX + unnamed(error),)
+        raise
 
 
 def first_line(error: BaseException) -> str:

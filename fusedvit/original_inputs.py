@@ -19,7 +19,7 @@ def for_original(tower: nn.Module, pixels: Any, grid: Any, padded: bool = False)
         padded: `grid` holds the positions of patches.
 
     Raises:
-        ValueError: rows of the grid are not integer triples.
+        TypeError, ValueError: rows of the grid are not integer triples.
     """
     pixels = as_floats(pixels)
     first = next(tower.parameters(), None)

@@ -12,7 +12,6 @@ import argparse
 import json
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,7 @@ from fusedvit.bench.engines.vllm_models import (
     share_,
     start,
 )
-from fusedvit.bench.records import passport
+from fusedvit.bench.records import need_gpus, passport, run_program
 from fusedvit.bench.towers import GEOMETRIES, build, pixels_for, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid
 from fusedvit.errors import first_line
@@ -58,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    if torch.cuda.is_available():
+        need_gpus(args.ranks)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -225,4 +226,4 @@ def _median_ms(run: Callable[[], Any], rounds: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

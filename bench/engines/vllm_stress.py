@@ -21,7 +21,7 @@ from torch import nn
 from fusedvit.api import fuse
 from fusedvit.bench.engines import vllm_models
 from fusedvit.bench.engines.vllm_models import Served, batches_of, build_model, load_plugin
-from fusedvit.bench.records import arguments, passport, write
+from fusedvit.bench.records import arguments, passport, run_program, write
 from fusedvit.bench.towers import GEOMETRIES, pixels_for
 from fusedvit.bench.workloads import Grid, tokens
 
@@ -209,4 +209,4 @@ def _simulated(runner: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -25,8 +25,18 @@ from fusedvit.cores import available_cores
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.loading import check_model, check_options, device_and_dtype, loaded, processors_of
 from fusedvit.corpus.shards import Embedded
-from fusedvit.corpus.values import COLUMNS, as_many, check_many, columns_of, image_of, several, source_of, with_columns
-from fusedvit.errors import InputError, first_line
+from fusedvit.corpus.values import (
+    COLUMNS,
+    as_many,
+    check_many,
+    checked_names,
+    columns_of,
+    image_of,
+    several,
+    source_of,
+    with_columns,
+)
+from fusedvit.errors import InputError, first_line, named
 from fusedvit.pixels.ahead import raise_met, started_ahead, until_error
 from fusedvit.pixels.media import Limits, MediaError, Source
 from fusedvit.pixels.processors import check_fits
@@ -75,6 +85,7 @@ class Embedder:
         ValueError, TypeError: an invalid option; a model without its processor.
     """
 
+    @named()
     def __init__(
         self,
         model: str | Path | nn.Module,
@@ -156,12 +167,11 @@ class Embedder:
             names: ids of the sources, one for each; by default their numbers.
 
         Raises:
-            TypeError: no sources, or `names` is a single string.
+            TypeError: no sources, or `names` is no list of strings.
             ValueError: fewer or more names than sources.
             InputError: the machine fails. Errors of iterating `sources` are passed on. Earlier results come first.
         """
-        if isinstance(names, str):
-            raise TypeError("fusedvit: names: a list of as many as there are sources expected, got str")
+        names = None if names is None else checked_names(names)
         given = several(sources)
         return self._embed(given if names is None else as_many(given, len(names)), names)
 
@@ -240,7 +250,8 @@ class Embedder:
                 ready = {}
         if ready:
             yield self._encode_all(ready)
-        raise_met(met)
+        with named():
+            raise_met(met)
 
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
         """Each source as a Pillow image, or its error; decoded ahead in threads."""
@@ -380,12 +391,26 @@ def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
 
 
 def _rows_of(found: Any, count: int) -> list[torch.Tensor]:
-    """The result of `encode` on the CPU: a vector or `[t, d]` per image. Raises ValueError for anything else."""
+    """The result of `encode` on the CPU: a vector or `[t, d]` per image. Raises ValueError or TypeError for anything
+    else."""
     got = len(found) if hasattr(found, "__len__") else type(found).__name__
     if got != count:
         raise ValueError(f"fusedvit: encode must return {count} embeddings for as many images, got {got}")
-    rows = [torch.as_tensor(each).detach().cpu() for each in found]
-    if not 1 <= rows[0].ndim <= 2 or any((r.ndim, r.shape[-1]) != (rows[0].ndim, rows[0].shape[-1]) for r in rows):
+    rows = list(map(_as_real, found))
+    ndim, width = rows[0].ndim, rows[0].shape[-1] if rows[0].ndim else 0
+    if ndim > 2 or not width or any((r.ndim, r.shape[-1]) != (ndim, width) for r in rows):
         shapes = ", ".join(sorted({str(tuple(row.shape)) for row in rows}))
         raise ValueError(f"fusedvit: encode must return [n, d] or n tensors [t, d], got tensors of {shapes}")
     return rows
+
+
+def _as_real(each: Any) -> torch.Tensor:
+    """An embedding that `encode` returned, as a tensor on the CPU. Raises TypeError if it is none of real numbers."""
+    try:
+        found = torch.as_tensor(each).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"{type(each).__name__} ({first_line(error)})"
+        raise TypeError(f"fusedvit: encode must return tensors of real numbers, got {got}") from None
+    if found.is_complex():
+        raise TypeError(f"fusedvit: encode must return tensors of real numbers, got {found.dtype}")
+    return found

@@ -1,7 +1,7 @@
 """Values of a batch's columns as sources of pixels, and as Pillow images."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Set, Sized
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,17 @@ from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, is_one_so
 
 PATHS = ("path", "file", "image_path")
 COLUMNS = ("image", "bytes", *PATHS)  # the first of these in a batch or a table is read
+
+
+def checked_names(names: Any) -> list[str]:
+    """The names of sources as a list. Raises TypeError if they are none."""
+    listed = isinstance(names, Sized) and _has_values(names) and not isinstance(names, str | bytes | Mapping | Set)
+    found = list(names) if listed else []
+    if not listed or not all(isinstance(name, str) for name in found):
+        kinds = ", ".join(sorted({type(name).__name__ for name in found if not isinstance(name, str)}))
+        got = type(names).__name__ + (f" of {kinds}" if kinds else "")
+        raise TypeError(f"fusedvit: names: a list of strings, one of each source, expected, got {got}")
+    return found
 
 
 def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:

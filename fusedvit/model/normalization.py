@@ -1,7 +1,10 @@
 """How an image processor turns bytes into a tower's pixels: exactly, and as an affine map to fold into weights."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -24,6 +27,7 @@ class Normalization:
         backend: the processor's backend, one of `BACKENDS`; their order of operations differs, and so do the last bits.
 
     Raises:
+        TypeError: an attribute of another type.
         ValueError: a number that no processor can have, or an unknown backend.
     """
 
@@ -37,24 +41,33 @@ class Normalization:
 
     def __post_init__(self) -> None:
         for name in ("patch", "temporal_patch", "channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"fusedvit: {name} must be an int, got {type(value).__name__}")
+            if value < 1:
+                raise ValueError(f"fusedvit: {name} must be at least 1, got {value}")
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+            raise ValueError(f"fusedvit: backend must be one of {BACKENDS}, got {self.backend!r}")
         if (self.mean is None) != (self.std is None):
-            raise ValueError(f"mean and std must both be given or both be None, got {self.mean} and {self.std}")
+            given = f"{self.mean} and {self.std}"
+            raise ValueError(f"fusedvit: mean and std must both be given or both be None, got {given}")
+        if self.rescale_factor is not None and _number("rescale_factor", self.rescale_factor) == 0:
+            raise ValueError("fusedvit: rescale_factor must not be 0, got 0")
         for name in ("mean", "std"):
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, self._of_channels(name, given))
         if self.std is not None and 0.0 in self.std:
-            raise ValueError(f"std must not be 0, got {self.std}")
+            raise ValueError(f"fusedvit: std must not be 0, got {self.std}")
 
     def _of_channels(self, name: str, given: float | Sequence[float]) -> tuple[float, ...]:
-        values = (given,) * self.channels if isinstance(given, int | float) else tuple(given)
+        if isinstance(given, Iterable) and not isinstance(given, str | bytes):
+            values = tuple(given)
+        else:
+            values = (_number(name, given),) * self.channels
         if len(values) != self.channels:
-            raise ValueError(f"{name} must have {self.channels} values, one a channel, got {len(values)}")
-        return tuple(float(value) for value in values)
+            raise ValueError(f"fusedvit: {name} must have {self.channels} values, one a channel, got {len(values)}")
+        return tuple(_number(name, value) for value in values)
 
     def width(self, still: bool) -> int:
         """Bytes of a patch's row: of one frame if `still`, else of all frames."""
@@ -104,3 +117,16 @@ class Normalization:
         else:
             x, mean, std = x.float(), mean * (1.0 / scale), std * (1.0 / scale)
         return (x - mean) / std
+
+
+def _number(name: str, given: Any) -> float:
+    """`given` as a finite float. Raises TypeError or ValueError if it is none."""
+    try:
+        if isinstance(given, str | bytes):  # which `float` would read
+            raise TypeError
+        value = float(given)
+    except (TypeError, ValueError):
+        raise TypeError(f"fusedvit: {name} must be a number, got {type(given).__name__}") from None
+    if not math.isfinite(value):
+        raise ValueError(f"fusedvit: {name} must be finite, got {value}")
+    return value

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fusedvit.errors import InputError
+    from fusedvit.model.normalization import Normalization
     from fusedvit.pixels.byte_pixels import BytePixels
     from fusedvit.pixels.media import Limits, Media, MediaError, MediaTooLarge, load
     from fusedvit.pixels.processors import restore, swap
@@ -21,6 +22,7 @@ __all__ = [
     "Media",
     "MediaError",
     "MediaTooLarge",
+    "Normalization",
     "load",
     "restore",
     "stream",
@@ -33,6 +35,7 @@ _HOMES = {
     **dict.fromkeys(("Batch", "stream"), "pixels.streaming"),
     "BytePixels": "pixels.byte_pixels",
     "InputError": "errors",
+    "Normalization": "model.normalization",
 }
 
 

@@ -48,13 +48,21 @@ class BytePixels(torch.Tensor):
         Args:
             patches: `[…, normalization.width(still)]` uint8, any device, any strides.
 
+            still: each row holds one frame.
+            casts: dtypes of floats that the pixels were cast to, in order.
+
         Raises:
-            TypeError: not a tensor of uint8.
-            ValueError: rows of another width.
+            TypeError: `patches` is not a tensor of uint8, or another argument has another type.
+            ValueError: rows of another width, or a cast to a dtype that is not one of floats.
         """
         if not isinstance(patches, torch.Tensor) or patches.dtype != torch.uint8:
             got = patches.dtype if isinstance(patches, torch.Tensor) else type(patches).__name__
             raise TypeError(f"fusedvit: patches must be a tensor of torch.uint8, got {got}")
+        if not isinstance(normalization, Normalization):
+            raise TypeError(f"fusedvit: normalization must be a Normalization, got {_kind(normalization)}")
+        if not isinstance(still, bool):
+            raise TypeError(f"fusedvit: still must be a bool, got {_kind(still)}")
+        _check_casts(casts)
         width = normalization.width(still)
         if patches.ndim == 0 or patches.shape[-1] != width:
             raise ValueError(f"fusedvit: rows of patches must be {width} bytes, got shape {tuple(patches.shape)}")
@@ -117,6 +125,19 @@ class BytePixels(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         """Refuses operations that bypass `__torch_function__`: `torch.as_tensor`, `torch.tensor`, vmap, C++ code."""
         raise _refused(str(func))
+
+
+def _kind(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+
+
+def _check_casts(casts: Any) -> None:
+    """Raises TypeError or ValueError unless `casts` is a tuple of dtypes of floats."""
+    if not isinstance(casts, tuple) or not all(isinstance(dtype, torch.dtype) for dtype in casts):
+        got = [_kind(each) for each in casts] if isinstance(casts, tuple) else _kind(casts)
+        raise TypeError(f"fusedvit: casts must be a tuple of torch.dtype, got {got}")
+    if not all(dtype.is_floating_point for dtype in casts):
+        raise ValueError(f"fusedvit: casts must be to dtypes of floats, got {casts}")
 
 
 @contextlib.contextmanager

@@ -104,6 +104,7 @@ SOURCES = (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Media, Me
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
 
 
+@named()
 def load(
     sources: Source | Iterable[Source],
     frames: Sampling = 8,
@@ -133,10 +134,7 @@ def load(
         if not isinstance(frames, int):
             raise TypeError(f"fusedvit: frames must be an int or callable, got {type(frames).__name__}")
         check_counts(frames=frames)
-    try:
-        return _loaded(each_of(sources), frames, limits, errors, threads or available_cores())
-    except InputError as error:
-        raise named(error) from None
+    return _loaded(each_of(sources), frames, limits, errors, threads or available_cores())
 
 
 def _loaded(
@@ -366,13 +364,22 @@ def _wanted(given: _Given, sampling: Sampling, facts: VideoFacts, limits: Limits
     if not facts.frames:
         raise MediaError(f"{given.shown}: at least 1 frame expected, got 0")
     if callable(sampling):
-        wanted = [operator.index(i) for i in sampling(facts)]
+        wanted = _chosen(given, sampling(facts))
     else:
         wanted = np.linspace(0, facts.frames - 1, min(sampling, facts.frames)).round().astype(int).tolist()
     if not wanted or min(wanted) < 0 or max(wanted) >= facts.frames:
         raise MediaError(f"{given.shown}: frames 0 to {facts.frames - 1} can be sampled, asked for {wanted[:8]}")
     _check_limit(given.shown, "pixels", facts.width * facts.height * len(wanted), limits.max_pixels)
     return wanted
+
+
+def _chosen(given: _Given, numbers: Any) -> list[int]:
+    """What a function `frames=` returned, as a list. Raises TypeError if these are no frame numbers."""
+    try:
+        return [operator.index(i) for i in numbers]
+    except TypeError as error:
+        expected = f"{given.shown}: frames must return a list of ints"
+        raise TypeError(f"{PREFIX}{expected}, got {numbers!r:.80} ({first_line(error)})") from None
 
 
 def _decoded(

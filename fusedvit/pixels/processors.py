@@ -35,6 +35,7 @@ _OPTIONS = (
     "patch_size",
     "temporal_patch_size",
 )
+_OF_CONFIGS = "to_diff_dict"  # a method of every config of transformers
 PARTS = ("image_processor", "video_processor")  # attributes of Hugging Face's combined processors
 
 
@@ -72,13 +73,24 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
 def restore(processor: Any) -> Any:
     """Gives the processors in `processor` their own classes back; returns `processor`. Raises TypeError if it is none
     of Hugging Face's."""
+    check_processor(processor)
     for part in parts_of(processor).values():
-        if not hasattr(part, "__dict__"):
-            raise TypeError(f"fusedvit: processor must be one of Hugging Face's, got {type(part).__name__}")
         if type(part) is not _original_of(part):  # some classes refuse assignment, even to their own instance
             part.__class__ = _original_of(part)
         part.__dict__.pop(STATE, None)
     return processor
+
+
+def check_processor(processor: Any) -> None:
+    """Raises TypeError unless `processor` is a processor of Hugging Face's, or an image or video processor."""
+    if isinstance(processor, type) or not all(map(_is_processor, parts_of(processor).values())):
+        got = f"the class {processor.__name__}" if isinstance(processor, type) else type(processor).__name__
+        raise TypeError(f"fusedvit: processor must be a processor of transformers, as AutoProcessor gives, got {got}")
+
+
+def _is_processor(part: Any) -> bool:
+    """Whether `part` may be an image or video processor: models and configs can be saved too."""
+    return hasattr(part, "save_pretrained") and not isinstance(part, torch.nn.Module) and not hasattr(part, _OF_CONFIGS)
 
 
 def is_swapped(part: Any) -> bool:

@@ -138,10 +138,8 @@ def stream(
 
 
 def _named(batches: Iterator[Batch]) -> Iterator[Batch]:
-    try:
+    with named():
         yield from batches
-    except InputError as error:
-        raise named(error) from None
 
 
 def frames_of(processor: Any) -> Callable[[VideoFacts], Sequence[int]]:

@@ -150,7 +150,8 @@ def check_grid(grid_thw: Grid) -> torch.Tensor:
 
     Raises:
         TypeError: `grid_thw` is neither a tensor nor a list of integer triples.
-        ValueError: its shape is not (n, 3), its dtype is not an integer, or it is not a dense tensor with data.
+        ValueError: its shape is not (n, 3), its dtype is not an integer, it is not a dense tensor with data, or an int
+            is past 64 bits.
     """
     if not isinstance(grid_thw, torch.Tensor):
         if not isinstance(grid_thw, Sequence) or isinstance(grid_thw, str | bytes):
@@ -183,7 +184,11 @@ def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
             raise ValueError(f"fusedvit: grid_thw[{i}] must be {_TRIPLE_IN_WORDS}, got {len(row)} values")
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in row):
             raise TypeError(f"fusedvit: grid_thw[{i}] must hold ints, got {[type(n).__name__ for n in row]}")
-    return torch.tensor([list(row) for row in rows], dtype=torch.int64, device="cpu").reshape(len(rows), 3)
+    try:
+        return torch.tensor([list(row) for row in rows], dtype=torch.int64, device="cpu").reshape(len(rows), 3)
+    except (RuntimeError, OverflowError, ValueError):  # which of them depends on torch's version
+        bits = max(n.bit_length() + 1 for row in rows for n in row)
+        raise ValueError(f"fusedvit: grid_thw must hold ints of at most 64 bits, got one of {bits} bits") from None
 
 
 def _named(row: object) -> str:

@@ -18,6 +18,7 @@ import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
 import fusedvit  # noqa: E402
+from fusedvit.checkpoint import load_tower  # noqa: E402
 from fusedvit.corpus import inputs, loading, shards  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
@@ -73,7 +74,7 @@ def test_one_source_alone(checkpoint: Path, pictures: Path, as_one: Any) -> None
     assert found.error == "" and torch.equal(found.rows, wanted.rows)
     with pytest.raises(TypeError, match="fusedvit: sources: .* expected, got int"):
         embedder.embed(5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="fusedvit: names: .* expected, got str"):
+    with pytest.raises(TypeError, match="fusedvit: names: .* expected, got str$"):
         embedder.embed([one], "a")
     names = np.array([str(pictures / "00.png")] * 2)
     assert [each.error for each in embedder.embed(names)] == ["", ""]
@@ -185,3 +186,58 @@ def test_a_package_that_an_image_needs(pictures: Path, monkeypatch: pytest.Monke
     with pytest.raises(InputError, match="bytes 0: cannot be read .a package is missing: .*no_such_package") as met:
         load_one(file.getvalue())
     assert not isinstance(met.value, MediaError)
+
+
+@pytest.mark.parametrize("where", ["./nosuch", "", "no such hub name"])
+def test_checkpoints_that_do_not_load_are_named_as_ours(where: str) -> None:
+    for load in (fusedvit.Embedder, lambda name: load_tower(name, torch.device("cpu"), torch.float32)):
+        with pytest.raises(InputError, match="^fusedvit: ") as met:
+            load(where)
+        assert str(met.value).count("fusedvit: ") == 1
+
+
+@pytest.mark.parametrize("encode", [None, lambda model, processor, images: torch.ones(len(images), 3)])
+def test_a_failing_machine_is_named_as_ours(
+    checkpoint: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, encode: Any
+) -> None:
+    embedder = fusedvit.Embedder(_model(checkpoint), tiny_processor(), encode=encode)
+    opened = Path.open
+
+    def refused(path: Path, *given: Any, **more: Any) -> Any:
+        if path.suffix == ".png":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *given, **more)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(InputError, match="^fusedvit: .*00.png: cannot be read .Permission denied.$"):
+        list(embedder.embed([pictures / "00.png"]))
+
+
+@pytest.mark.parametrize(
+    "names, got",
+    [(5, "int"), ({"a": 1}, "dict"), ({"a"}, "set"), ([5], "list of int"), ([None, "a"], "list of NoneType")],
+)
+def test_names_that_are_none(checkpoint: Path, names: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"^fusedvit: names: a list of strings, .* expected, got {got}$"):
+        fusedvit.Embedder(checkpoint).embed(["a.png"], names)
+
+
+@pytest.mark.parametrize(
+    "answer, error, got",
+    [
+        ([None], TypeError, "NoneType"),
+        ("x", TypeError, "str"),
+        ([["a"]], TypeError, "list"),
+        (torch.ones(1, 3, dtype=torch.complex64), TypeError, "torch.complex64"),
+        (torch.ones(1, 0), ValueError, r"tensors of \(0,\)"),
+        (torch.ones(1), ValueError, r"tensors of \(\)"),
+    ],
+)
+def test_answers_of_encode_that_are_none(checkpoint: Path, answer: Any, error: type[Exception], got: str) -> None:
+    embedder = fusedvit.Embedder(_model(checkpoint), tiny_processor(), encode=lambda *given: answer)
+    with pytest.raises(error, match=f"^fusedvit: encode must return .* got {got}"):
+        embedder({"image": [np.zeros((40, 50, 3), np.uint8)]})
+
+
+def _model(checkpoint: Path) -> Any:
+    return transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()

@@ -17,6 +17,7 @@ import fusedvit
 from fusedvit.api import fuse_sharded
 from fusedvit.checks import fallback
 from fusedvit.checks.as_built import Built
+from fusedvit.runtime.inputs import check_grid
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +106,7 @@ USERS_MEET = (
     "fusedvit/checks/find_tower.py",
     "fusedvit/runtime/inputs.py",
     "fusedvit/pixels/byte_pixels.py",
+    "fusedvit/model/normalization.py",
     "graphs/limits.py",
 )
 
@@ -145,6 +147,7 @@ class Empty(nn.Module):
         (lambda handle: handle.warmup(calls=5), TypeError),
         (lambda handle: handle.warmup(calls=[5]), TypeError),
         (lambda handle: handle.warmup(calls=[[(1, 3, 3)]]), ValueError),
+        (lambda handle: check_grid([[2**70, 4, 4]]), ValueError),
         (lambda _: fusedvit.FuseConfig(memory=0), ValueError),
         (lambda _: fusedvit.FuseConfig(memory=1.5), TypeError),
         (lambda _: fusedvit.FuseConfig(compile="later"), ValueError),

@@ -24,6 +24,7 @@ from fusedvit.pixels.byte_processors import STATE, Home
 from fusedvit.pixels.processor_kinds import backend_of
 from fusedvit.pixels.processors import normalizations_of
 from tests.support.processors import PIXELS, image_processor, noise, video_processor
+from tests.support.towers import tiny_tower
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -414,8 +415,18 @@ def test_what_a_processor_is_stays() -> None:
 def test_wrong_arguments_of_swap_and_restore() -> None:
     with pytest.raises(ValueError, match="^fusedvit: device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu'"):
         swap(named("Qwen2VLImageProcessor"), "tpu")
-    with pytest.raises(TypeError, match="^fusedvit: processor must be one of Hugging Face's, got int"):
-        restore(5)
+    processor = named("Qwen2VLImageProcessor")
+    config = tiny_tower().config
+    model, cls = torch.nn.Linear(2, 2), type(processor)
+    model.save_pretrained = None  # as transformers' models have it
+    for wrong, got in (
+        (5, "int"),
+        (cls, "the class Qwen2VLImage.*"),
+        (config, "Qwen3VLVisionConfig"),
+        (model, "Linear"),
+    ):
+        with pytest.raises(TypeError, match=f"^fusedvit: processor must be a processor of transformers, .* got {got}$"):
+            restore(wrong)
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:

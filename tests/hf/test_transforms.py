@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedvit
 from fusedvit.checks import fallback, transforms
+from fusedvit.checks.as_built import Built
 from fusedvit.graphs.limits import check_limits
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
 from tests.support.towers import Call, assert_same, copy_of, outputs_of, precomputed, ran_original, tiny_tower
@@ -284,3 +285,43 @@ def test_whole_graphs(way: Callable[[Any, Call, dict[str, Any]], dict[str, torch
         assert_same(way(tower, call, more), expected)
     call.run(tower)
     assert handle.stats()["fused"] == 1 + used
+
+
+@pytest.mark.parametrize(
+    "way", [exported(True), exported(False), fullgraph], ids=["strict export", "export", "fullgraph"]
+)
+def test_whole_graphs_of_a_strict_tower_are_refused(
+    way: Callable[[Any, Call, dict[str, Any]], dict[str, torch.Tensor]],
+) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, [(1, 4, 6)])
+    more = precomputed(tower, call)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"fusedvit: Qwen3VLVisionModel .*: compiling"):
+        way(tower, call, more)
+    call.run(tower)
+    assert handle.stats()["fused"] == 1
+
+
+def test_a_compiled_call_is_refused_once_its_tower_is_strict() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, [(1, 4, 6)])
+    more, handle = precomputed(tower, call), fusedvit.fuse(tower)
+    torch._dynamo.reset()
+    compiled = torch.compile(tower, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(call.pixels, grid_thw=call.grid, **more)
+        handle.reconfigure(fusedvit.FuseConfig(strict=True))
+        with pytest.raises(RuntimeError, match=r"cannot run fused inside torch\.compile\(fullgraph=True\)"):
+            compiled(call.pixels, grid_thw=call.grid, **more)
+
+
+def test_an_engines_strict_tower_is_not_compiled() -> None:
+    tower = tiny_tower()
+    call, known = Call.of(tower, [(1, 4, 6)]), fusedvit.fuse(copy_of(tower))
+    more, strict = precomputed(tower, call), fusedvit.FuseConfig(strict=True)
+    fusedvit.fuse_tower(
+        tower, known.family, known.spec, strict, built=Built.of(tower), call=lambda *given, **more: None
+    )
+    with torch.no_grad(), pytest.raises(RuntimeError, match="fusedvit: Qwen3VLVisionModel .*: compiling"):
+        fullgraph(tower, call, more)

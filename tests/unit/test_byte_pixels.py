@@ -262,10 +262,18 @@ def test_affine_map_is_what_the_processor_does(backend: str) -> None:
         ({"std": None}, "both"),
         ({"patch": 0}, "patch must be at least 1"),
         ({"backend": "numpy"}, "backend must be one of"),
+        ({"std": (float("nan"),) * 3}, "std must be finite, got nan"),
+        ({"mean": float("inf")}, "mean must be finite, got inf"),
+        ({"rescale_factor": 0.0}, "rescale_factor must not be 0"),
+        ({"mean": ("a",) * 3}, "mean must be a number, got str"),
+        ({"mean": "abc"}, "mean must be a number, got str"),
+        ({"patch": "x"}, "patch must be an int, got str"),
+        ({"rescale_factor": "1"}, "rescale_factor must be a number, got str"),
     ],
 )
 def test_normalization_that_no_processor_has(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    error = TypeError if "got str" in said else ValueError
+    with pytest.raises(error, match=f"^fusedvit: .*{said}"):
         Normalization(**({"rescale_factor": 1 / 255, "mean": MEAN, "std": STD, "patch": 2} | options))
 
 
@@ -274,3 +282,14 @@ def test_what_cannot_be_marked() -> None:
         BytePixels.mark(torch.zeros(4, 24), CLIP)
     with pytest.raises(ValueError, match=r"12 bytes, got shape \(4, 24\)"):
         BytePixels.mark(torch.zeros(4, 24, dtype=torch.uint8), CLIP, still=True)
+    rows = torch.zeros(4, 24, dtype=torch.uint8)
+    for wrong, error, said in (
+        ((5,), TypeError, "normalization must be a Normalization, got int"),
+        ((Normalization,), TypeError, "normalization must be a Normalization, got the class Normalization"),
+        ((CLIP, "yes"), TypeError, "still must be a bool, got str"),
+        ((CLIP, False, 5), TypeError, "casts must be a tuple of torch.dtype, got int"),
+        ((CLIP, False, ("x",)), TypeError, r"casts must be a tuple of torch.dtype, got \['str'\]"),
+        ((CLIP, False, (torch.int8,)), ValueError, r"casts must be to dtypes of floats, got \(torch.int8,\)"),
+    ):
+        with pytest.raises(error, match=f"^fusedvit: {said}$"):
+            BytePixels.mark(rows, *wrong)

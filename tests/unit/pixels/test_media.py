@@ -36,6 +36,14 @@ def test_shipped_media_are_small_and_decode() -> None:
     assert all((a != b).any() for a, b in zip(video.frames, video.frames[1:], strict=False))
 
 
+@pytest.mark.parametrize("numbers", [5, None, ["a"], [1.5]])
+def test_frames_that_a_function_returns_are_ints(numbers: Any) -> None:
+    pytest.importorskip("av")
+    got = re.escape(repr(numbers))
+    with pytest.raises(TypeError, match=f"^fusedvit: .*: frames must return a list of ints, got {got}"):
+        load(SAMPLE_VIDEO, frames=lambda facts: numbers)
+
+
 @pytest.mark.parametrize("limits", [Limits(max_bytes=1000), Limits(max_pixels=1000)])
 @pytest.mark.parametrize("path", [SAMPLE_IMAGE, SAMPLE_VIDEO])
 def test_limits(path: Path, limits: Limits) -> None:
