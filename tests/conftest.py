@@ -11,6 +11,7 @@ HAS_GPU = torch.cuda.is_available()
 # Triton reads this when a kernel is decorated, that is when fusedvit.kernels is imported: hence before any test is.
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+torch.set_num_threads(1)  # PyTorch's OpenMP threads do not survive a fork: tests that fork would hang
 
 
 # What `make test` leaves to `make test-all`: whole files, or tests, with processor seconds on one core; besides them

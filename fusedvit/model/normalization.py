@@ -51,8 +51,8 @@ class Normalization:
         if (self.mean is None) != (self.std is None):
             given = f"{self.mean} and {self.std}"
             raise ValueError(f"fusedvit: mean and std must both be given or both be None, got {given}")
-        if self.rescale_factor is not None and _number("rescale_factor", self.rescale_factor) == 0:
-            raise ValueError("fusedvit: rescale_factor must not be 0, got 0")
+        if self.rescale_factor is not None:
+            _number("rescale_factor", self.rescale_factor)
         for name in ("mean", "std"):
             given = getattr(self, name)
             if given is not None:

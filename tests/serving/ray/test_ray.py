@@ -186,7 +186,7 @@ def test_a_job_that_fails(cluster: Cluster, checkpoint: Path, pictures: Path, tm
     job = cluster.start("shards", broken, pictures, tmp_path / "out")
     job.communicate(timeout=PATIENCE)
     assert job.returncode == 1
-    line = f"InputError: {broken / 'model.safetensors'}: no whole safetensors file"
+    line = f"InputError: fusedvit: {broken / 'model.safetensors'}: no whole safetensors file"
     assert line in (tmp_path / "log").read_text()
     assert shards.committed(tmp_path / "out") == set()
     wait(lambda: not cluster.processes())
