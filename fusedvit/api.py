@@ -40,14 +40,14 @@ EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engin
 
 
 class _Turn:
-    """Towers are fused and unfused by one thread at a time: else each of two would give a tower a handle of its own."""
+    """Lets one thread at a time fuse or unfuse towers: two threads would each give a tower a handle of its own."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         renew_in_children(self)
 
     def renew_locks(self) -> None:
-        """See `forks`. A tower that a thread of the parent was at is as after an interrupt."""
+        """See `forks`. A tower that a thread of the parent was fusing is left as an interrupt leaves it."""
         if is_held(self.lock):
             self.lock = threading.RLock()
 

@@ -44,11 +44,11 @@ class InputError(ValueError):
 
 
 def attempted(act: Callable[[], Result], *kinds: type[Exception]) -> Result | Exception:
-    """What `act` returns, or the error of one of `kinds` (of any, where none is given) that it raises each time.
+    """Returns what `act` returns, or the error of `kinds` (all kinds if none is given) that it raises each time.
 
-    A signal's handler may raise anything anywhere, as it does to end a request that takes too long: no fault of what it
-    interrupts. So `act` is called again where it has raised. If it does not raise again, the first error is raised, or
-    what that came of: libraries make errors of their own of what interrupts them, or fail as they end by it.
+    A signal's handler may raise anywhere, for example to end a request that takes too long. Such an error is no fault
+    of `act`, so `act` is called again after an error. If it does not raise again, the first error, or the timeout that
+    caused it, is raised: libraries turn what interrupts them into errors of their own.
     """
     kinds = kinds or (Exception,)
     try:
@@ -58,7 +58,7 @@ def attempted(act: Callable[[], Result], *kinds: type[Exception]) -> Result | Ex
     try:
         act()
     except kinds as error:
-        return error.with_traceback(None)  # which would keep alive whatever the frames in it hold
+        return error.with_traceback(None)  # its frames would keep their objects alive
     try:
         raise _origin(first)
     finally:
@@ -66,7 +66,7 @@ def attempted(act: Callable[[], Result], *kinds: type[Exception]) -> Result | Ex
 
 
 def _origin(error: Exception) -> BaseException:
-    """The timeout that led to an error; where there was none, what it names as its cause."""
+    """The timeout that led to `error`; without one, the first of its explicit causes."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -77,7 +77,7 @@ def _origin(error: Exception) -> BaseException:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether a signal's handler has raised a timeout: those of the system have a number."""
+    """Whether `error` is a timeout that a signal's handler raised: timeouts of the system have an errno."""
     return isinstance(error, TimeoutError) and error.errno is None
 
 
@@ -88,8 +88,8 @@ def unnamed(error: BaseException) -> str:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Within, and in functions that it decorates, an InputError gets the prefix "fusedvit: ", as library functions
-    raise it; commands print it without."""
+    """A context and decorator that adds the prefix "fusedvit: " to an InputError, as public functions raise it.
+    Commands print it without."""
     try:
         yield
     except InputError as error:

@@ -45,7 +45,7 @@ MOST_RUNS = 8  # further runs under that lock
 MOST_REPEATS = 3  # preparations in a row from new parameter objects of the same values, before a pause begins
 
 
-# What a run on a tower that changes meanwhile may raise: nothing that a signal's handler raises to end a call.
+# What a run may raise if the tower changes meanwhile. A timeout that a signal's handler raises is not among these.
 _OF_PYTHON = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 _FAILS = (*_OF_PYTHON, KernelsNotReady, KernelFailed)
 _STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
@@ -92,7 +92,7 @@ class FusedEncoder:
         self._source = functools.partial(_source_of, weakref.ref(tower), self._name, family, spec, self.built, known)
         self.prepared = PreparedTower(spec, config, self._source, known)
         self.weights = self.prepared.weights
-        self._tower = weakref.ref(tower, functools.partial(_end_of, this))  # when there is what it ends
+        self._tower = weakref.ref(tower, functools.partial(_end_of, this))  # last: `_end_of` needs the rest
         self._stands_for: Callable[[], nn.Module | None] = self._tower
         renew_in_children(self)
 

@@ -143,7 +143,7 @@ def _lines(console: Console) -> Iterator[Step]:
             lines.repeat()
 
     thread = threading.Thread(target=repeat, daemon=True)
-    with contextlib.suppress(RuntimeError):  # where the system has no room for a thread, nothing is repeated
+    with contextlib.suppress(RuntimeError):  # without room for another thread the line is not repeated
         thread.start()
     try:
         yield lines.step

@@ -56,7 +56,7 @@ def ended(command: Callable[[], None]) -> int:
     if closed:
         return _unwritable("cannot be written (closed)")
     output = _replaced(sys.stdout, _STDOUT)
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: how a child ended would be said to nobody
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: exit codes of child processes would be lost
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.getsignal(signal.SIGTERM)
     terminated = _interrupted_by_sigterm()

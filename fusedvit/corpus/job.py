@@ -355,7 +355,7 @@ def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Calla
                 _tell(workers[i], number)
             else:
                 running -= 1
-                told = i in dismissed  # what it ended with nobody learns where SIGCHLD is ignored
+                told = i in dismissed  # where SIGCHLD is ignored its exit code is unknown
                 if workers[i].wait() or "error" in message or not told:
                     failures.append(message.get("error") or f"the process on GPU {gpus[i]} died")
     finally:

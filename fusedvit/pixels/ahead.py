@@ -27,7 +27,7 @@ def started_ahead(
 
 
 def submitted(pool: ThreadPoolExecutor, call: Callable[[], Result]) -> "Future[Result]":
-    """A call, begun in the pool. Raises InputError where the system has no room for another thread."""
+    """Submits a call to the pool. Raises InputError if the system has no room for another thread."""
     try:
         return pool.submit(call)
     except RuntimeError as error:

@@ -374,7 +374,7 @@ def _wanted(given: _Given, sampling: Sampling, facts: VideoFacts, limits: Limits
 
 
 def _chosen(given: _Given, numbers: Any) -> list[int]:
-    """What a function `frames=` returned, as a list. Raises TypeError if these are no frame numbers."""
+    """The frame numbers that a function `frames=` returned, as a list. Raises TypeError if they are none."""
     try:
         return [operator.index(i) for i in numbers]
     except TypeError as error:

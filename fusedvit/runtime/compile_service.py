@@ -37,7 +37,7 @@ HEADER = struct.Struct("<Q")  # bytes of the request that follows; 0 for the las
 LONGEST_END = 5.0  # seconds that a thread may take to end
 PROGRAM = "fusedvit.runtime.compile_program"
 STARTS = 3  # of the program, until it is given up
-RETRY = 30.0  # seconds until a thread or process is started again that the system had no room for
+RETRY = 30.0  # seconds after which a thread or process that the system had no room for is tried again
 TRIES = 3  # of a kernel that is done and cannot be found
 FIRST = 1.0  # order of what was asked for first; what is missing at a launch goes before it
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -76,7 +76,7 @@ class CompileService:
         self.done: set[str] = set()
         self.failed: dict[str, str] = {}
         self.broken = ""
-        self._again = math.inf  # time from which on it is tried again
+        self._again = math.inf  # the time of the next try
         self._said = ""  # in the last warning
         self.ending = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -153,8 +153,8 @@ class CompileService:
                     self._end_process()
 
     def thread(self, work: Callable[[], None], name: str) -> threading.Thread | None:
-        """Starts a thread that ends before the process does: in a compiler's code Python would abort instead. None, and
-        nothing is compiled for now, where the system has no room for a thread."""
+        """Starts a thread that ends before the process does, as Python would abort inside a compiler's code. Returns
+        None if the system has no room for a thread; nothing is compiled for now."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=work, daemon=True, name=name)
         self._threads.append(thread)
@@ -204,7 +204,7 @@ class CompileService:
             self._send(request)
 
     def _program(self) -> tuple["subprocess.Popen[bytes]", int]:
-        """Starts the program; it, and the descriptor that its answers come from. Raises OSError where that fails."""
+        """Starts the program. Returns it and the descriptor from which its answers are read. Raises OSError."""
         if not self._scratch:
             self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
         answers, theirs = _pipe()  # not its standard output: what is imported there may print
@@ -289,7 +289,7 @@ class CompileService:
         )
 
     def give_up(self, why: str, for_now: bool = False) -> None:
-        """Nothing is compiled in the background any more, or for `RETRY` seconds. Said once."""
+        """Stops background compilation, for good or for `RETRY` seconds, and warns once."""
         with self.changed:
             if not self.broken and why != self._said:
                 until = f" for now, tried again after {RETRY:.0f} s" if for_now else ""
@@ -317,7 +317,7 @@ def _pipe() -> tuple[int, int]:
 
 
 def _abandon(process: "subprocess.Popen[bytes]", answers: int | None) -> None:
-    """Ends a program that nobody could be told to talk to, and closes `answers` where nobody listens to it."""
+    """Ends a program whose start failed half way, and closes `answers` if no thread reads from it."""
     process.kill()
     process.wait()
     if process.stdin is not None:
@@ -331,7 +331,7 @@ def _cache_folder() -> str:
 
 
 def _absolute(folder: str) -> str:
-    """The path of a folder from anywhere; "" of a relative one where the working folder was removed."""
+    """The absolute path of a folder; "" for a relative one after the working folder was removed."""
     try:
         return os.path.abspath(folder)
     except FileNotFoundError:

@@ -42,7 +42,7 @@ NICENESS = 19  # of a child whose kernel nobody waits for
 LONGEST = 300.0  # seconds that one kernel may take
 TICK = 0.25  # seconds between two looks at the process that started this one
 TRIES = 2  # of a kernel whose child was killed
-BUSY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of a system that has no room for a process for now
+BUSY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the system has no room for a process for now
 NO_ROOM = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOENT)
 
 
@@ -197,7 +197,7 @@ class Worker:
         self.selector.register(reader, selectors.EVENT_READ)
 
     def _do_without(self, digest: str, waiting: Waiting, opened: Sequence[int], error: OSError) -> None:
-        """Where no child could be forked: its kernel waits for those that there are, or fails."""
+        """Handles a failed fork: the kernel waits for the children that run, or fails if none does."""
         for fd in opened:
             if fd >= 0:
                 os.close(fd)
@@ -208,7 +208,7 @@ class Worker:
             self._say_failed(digest, _said_of(error))
 
     def _say_failed(self, digest: str, said: dict[str, Any]) -> None:
-        """`said`: an error, and its number where it is one of the system's and no fault of the kernel's."""
+        """`said` is the error, with an errno if the system caused it and not the kernel."""
         self._say(failed=digest, error=said["error"], compiler="errno" not in said, busy=said.get("errno") in BUSY)
 
     def _hear(self, fd: int) -> None:
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("scratch", type=Path, help="its folder for temporary files")
     parser.add_argument("answers", type=int, help="descriptor of a pipe to that process")
     args = parser.parse_args()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as it may be inherited, nobody learns how a compiler ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide exit codes
     os.set_inheritable(args.answers, False)  # compilers have no use for it
     worker = Worker(args.parent, args.scratch, os.fdopen(args.answers, "w"))
     try:

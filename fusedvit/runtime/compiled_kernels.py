@@ -136,9 +136,9 @@ def _take(folder: Path, device: torch.device) -> None:
 
 
 def _read(folder: Path, device: torch.device) -> tuple[str, bool]:
-    """`mismatch` of the folder's manifest. Raises OSError, ValueError, KeyError or TypeError where it does not read."""
+    """`mismatch` of the folder's manifest. Raises OSError, ValueError, KeyError or TypeError if it is unreadable."""
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    os.listdir(folder)  # if that fails, no cache is replaced for it
+    os.listdir(folder)  # an unreadable folder fails here, before any cache is replaced
     return mismatch(found, Target.of(device))
 
 

@@ -71,7 +71,7 @@ AROUND = Run(0, False, ())  # kernels that every call launches: fingerprints, ro
 
 
 class Stage(enum.Enum):
-    """How far a run is (see above)."""
+    """The stage of a run; see the module's docstring."""
 
     NEW = enum.auto()
     WANTED = enum.auto()
@@ -94,7 +94,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class RunState:
-    """What is known of a run.
+    """What the loader knows of a run.
 
     Attributes:
         order: of a wanted run: the thread tries the smallest first. Infinite for others.
@@ -191,7 +191,7 @@ class KernelLoader:
         self._note(runs, stage=Stage.READY, order=math.inf)
 
     def _note_unwanted(self, runs: Iterable[Run]) -> None:
-        """Those of `runs` that are wanted are not any more."""
+        """Makes the wanted ones of `runs` NEW again."""
         with self._service.changed:
             wanted = [run for run in runs if self._state(run).stage is Stage.WANTED]
             self._note(wanted, stage=Stage.NEW, order=math.inf)
@@ -383,8 +383,8 @@ class KernelLoader:
         return [run for run in runs if not self._service.waits_for(self._state(run).missing)]
 
     def _try(self, run: Run, order: float, patient: bool) -> bool:
-        """Finds the kernels of `run` and sends for those that are missing; it is ready if none is. False, and nothing
-        is known, where the weights were given back or the process ends."""
+        """Finds the kernels of `run` and requests the missing ones; the run is ready if none is. Returns False, with
+        nothing known, if the weights were given back or the process ends."""
         weights, service, missing = self._weights(), self._service, set[str]()
         pause: Callable[[], None] = partial(self._pause, REST if order < ASKED_FOR else 2 * REST)
         try:
@@ -413,14 +413,14 @@ class KernelLoader:
         return True
 
     def _list(self, run: Run, weights: EncoderWeights, mode: FromCache) -> tuple[Kernel, ...]:
-        """Lists what `run` launches, and keeps the list."""
+        """Lists the kernels that `run` launches, and keeps the list."""
         self._launch(run, weights)
         launches = tuple(self._kernels.setdefault(key, Kernel(job)) for key, job in mode.jobs.items())
         self._note([run], launches=launches)
         return launches
 
     def _find(self, kernel: Kernel, mode: FromCache) -> bool:
-        """Takes a kernel from the cache, unless that was done; whether it is there."""
+        """Takes a kernel from Triton's cache, unless that was done; returns whether it is there."""
         if kernel.found is None and not self._service.waits_for((kernel.digest,)):
             mode.pause()
             kernel.found = mode.find(kernel.job)

@@ -46,12 +46,12 @@ def options() -> FuseConfig:
 
 
 def check_options(family: Family, vision_config: Any) -> None:
-    """Raises ValueError where `FUSEDVIT_CONFIG` holds no options, or such as the tower that `vision_config` describes
-    cannot meet, however much memory is free."""
+    """Raises ValueError if `FUSEDVIT_CONFIG` is invalid, or has options that the tower of `vision_config` cannot meet,
+    however much memory is free."""
     given = options()
     try:
         spec = family.spec_from_config(vision_config)
-    except Exception:  # whatever is wrong with it: the tower runs the engine's own code, and a line says why
+    except Exception:  # the tower then runs the engine's own code, and a log line says why
         return
     try:
         limits_for(spec, torch.float32, 0, given.token_budgets, given.max_items, given.max_frames)

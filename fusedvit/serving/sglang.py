@@ -132,7 +132,7 @@ def _wrong_loaders() -> str:
     import sglang.version
 
     wrong = unknown_release("SGLang", sglang.version.__version__, RELEASES)
-    for module, patch in _LOADERS.items():  # complete by now, as they need not be when plugins are loaded
+    for module, patch in _LOADERS.items():  # fully imported by now, unlike when plugins load
         if module in sys.modules and not wrong:
             try:
                 wrong = patch(sys.modules[module])
@@ -198,7 +198,7 @@ def fuse_towers(model: nn.Module) -> None:
 
 
 def _try_to_fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
-    """Fuses a tower that has whole weights, or says why neither it nor one with shards can run fused."""
+    """Fuses a tower with whole weights; returns why it cannot run fused, whole or sharded, or ""."""
     cls = type(tower)
     try:
         why_not = _reason_of_engine(tower, noted) or noted.wrong
@@ -358,13 +358,13 @@ def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
 
 
 def _updated_in_part(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """A part of an update, after which another may come or none: the next call prepares."""
+    """One part of a weight update. Whether more parts follow is unknown, so the next call prepares."""
     with writing_part([served for *_, served in _served_of(manager)], "updated"):
         return original(manager, *args, **kwargs)
 
 
 def _checked(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Weights that are compared, or reset before others are loaded."""
+    """SGLang's check of weights, which compares them or resets them before others are loaded."""
     run = original if recv_req.action in _READING else functools.partial(_updated_in_part, original)
     return run(manager, recv_req)
 

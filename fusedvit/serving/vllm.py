@@ -181,7 +181,7 @@ def _settle(cls: type, tower: nn.Module, why_not: str, config: Any = None) -> No
         config: vLLM's; None: the one that the tower is being built under.
     """
     if not why_not and vars(tower)[SERVED].judge is not None:
-        return  # it is settled when the tower has weights
+        return  # decided once the tower has weights
     _say(cls, tower, why_not)
     config = None if why_not else config or _vllm()[1]
     if config is not None:
@@ -189,7 +189,7 @@ def _settle(cls: type, tower: nn.Module, why_not: str, config: Any = None) -> No
 
 
 def _judge(cls: type, config: Any, tower: nn.Module) -> None:
-    """Settles whether a tower runs fused that was built without weights, and has them now."""
+    """Decides whether a tower that was built without weights runs fused, now that it has weights."""
     handle: FusedEncoder = vars(tower)[SERVED].handle
     try:
         why_not = str(handle.reason() or "")
