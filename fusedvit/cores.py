@@ -10,7 +10,8 @@ def available_cores() -> int:
     """Cores allowed by this process's affinity and by the CPU quota of its control group, rounded, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
+        with open(CONTROL_GROUP / "cpu.max") as file:
+            quota, period = file.read().split()
         return min(cores, max(1, round(int(quota) / int(period))))
     except (OSError, ValueError) as error:  # "max", or no file: all
         if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it

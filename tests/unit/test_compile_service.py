@@ -239,12 +239,12 @@ def test_no_room_for_a_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", full)
-    service, before = CompileService(), len(os.listdir("/proc/self/fd"))
+    service, others, before = CompileService(), {*children(os.getpid())}, len(os.listdir("/proc/self/fd"))
     with service.changed:
         service._start()
     assert service.broken == "RuntimeError: can't start new thread" and service._process is None
     service.stop()
-    assert not children(os.getpid()) and len(os.listdir("/proc/self/fd")) == before
+    assert others >= {*children(os.getpid())} and len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(
