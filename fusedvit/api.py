@@ -20,6 +20,7 @@ from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
+from fusedvit.checks.own_forward import bypass
 from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
 from fusedvit.config import FuseConfig, check_config
 from fusedvit.errors import Reason, UnsupportedModel, unnamed
@@ -30,7 +31,6 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.outputs.hugging_face import to_hugging_face
-from fusedvit.own_forward import bypass
 from fusedvit.pixels.processors import check_processor, normalizations_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 

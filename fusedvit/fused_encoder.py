@@ -15,6 +15,7 @@ from triton.runtime.cache import triton_key
 from fusedvit.checks import fallback, transforms
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.checked_tower import CheckedTower
+from fusedvit.checks.own_forward import bypass
 from fusedvit.config import FuseConfig
 from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.families.base import Family
@@ -26,7 +27,6 @@ from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
-from fusedvit.own_forward import bypass
 from fusedvit.pauses import Pause
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.folded_normalizations import FoldedNormalizations

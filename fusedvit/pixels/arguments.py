@@ -36,3 +36,8 @@ def usable_device(device: Any) -> torch.device:
     if found.type != "cpu" and (found.type != "cuda" or (found.index or 0) >= count):
         raise ValueError(f"fusedvit: device must be the CPU or one of {count} GPUs that torch sees, got '{device}'")
     return found
+
+
+def kind_of_argument(given: Any) -> str:
+    """What was given instead of an expected argument: the name of its type, or "the class X" for a class."""
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fusedvit.model.normalization import Normalization
+from fusedvit.pixels.arguments import kind_of_argument
 
 _ACCESSES = {"__get__": ".", "__set__": "setting ", "__delete__": "deleting "}
 _OPERATORS = "add,sub,mul,truediv,floordiv,mod,pow,matmul,and,or,xor,lshift,rshift"
@@ -59,9 +60,9 @@ class BytePixels(torch.Tensor):
             got = patches.dtype if isinstance(patches, torch.Tensor) else type(patches).__name__
             raise TypeError(f"fusedvit: patches must be a tensor of torch.uint8, got {got}")
         if not isinstance(normalization, Normalization):
-            raise TypeError(f"fusedvit: normalization must be a Normalization, got {_kind(normalization)}")
+            raise TypeError(f"fusedvit: normalization must be a Normalization, got {kind_of_argument(normalization)}")
         if not isinstance(still, bool):
-            raise TypeError(f"fusedvit: still must be a bool, got {_kind(still)}")
+            raise TypeError(f"fusedvit: still must be a bool, got {kind_of_argument(still)}")
         _check_casts(casts)
         width = normalization.width(still)
         if patches.ndim == 0 or patches.shape[-1] != width:
@@ -127,14 +128,10 @@ class BytePixels(torch.Tensor):
         raise _refused(str(func))
 
 
-def _kind(given: Any) -> str:
-    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
-
-
 def _check_casts(casts: Any) -> None:
     """Raises TypeError or ValueError unless `casts` is a tuple of dtypes of floats."""
     if not isinstance(casts, tuple) or not all(isinstance(dtype, torch.dtype) for dtype in casts):
-        got = [_kind(each) for each in casts] if isinstance(casts, tuple) else _kind(casts)
+        got = [kind_of_argument(each) for each in casts] if isinstance(casts, tuple) else kind_of_argument(casts)
         raise TypeError(f"fusedvit: casts must be a tuple of torch.dtype, got {got}")
     if not all(dtype.is_floating_point for dtype in casts):
         raise ValueError(f"fusedvit: casts must be to dtypes of floats, got {casts}")

@@ -18,7 +18,7 @@ import torch
 from fusedvit.errors import InputError, UnsupportedModel, attempted
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
-from fusedvit.pixels.arguments import device_named
+from fusedvit.pixels.arguments import device_named, kind_of_argument
 from fusedvit.pixels.byte_pixels import BytePixels, as_floats
 from fusedvit.pixels.byte_processors import ORIGINAL, STATE, Home, as_class, classes_of
 from fusedvit.pixels.pipeline import PIPELINE, pipeline_of
@@ -84,7 +84,7 @@ def restore(processor: Any) -> Any:
 def check_processor(processor: Any) -> None:
     """Raises TypeError unless `processor` is a processor of Hugging Face's, or an image or video processor."""
     if isinstance(processor, type) or not all(map(_is_processor, parts_of(processor).values())):
-        got = f"the class {processor.__name__}" if isinstance(processor, type) else type(processor).__name__
+        got = kind_of_argument(processor)
         raise TypeError(f"fusedvit: processor must be a processor of transformers, as AutoProcessor gives, got {got}")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from fusedvit.checks.as_built import Built
 from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.serving.agreement import Group
+from fusedvit.serving.agreement import Group, told
 from fusedvit.serving.sharded import ShardedTower, agreed_whole
 
 SERVED = "_fusedvit_served"  # in a tower's __dict__
@@ -100,6 +100,24 @@ def served_whole(
     served.sharded = ShardedTower(tower, whole, served.handle, built, group, run, logger)
     vars(tower)[SERVED] = served
     return served, ""
+
+
+def try_to_fuse(tower: nn.Module, judged: Callable[[], str], leave: Callable[[nn.Module], object]) -> str:
+    """Returns the reason why a tower cannot run fused, or "".
+
+    An engine must start, whatever a tower holds that we did not foresee: an exception is a reason, too.
+
+    Args:
+        judged: fuses the tower and returns "", or returns the reason.
+        leave: restores the tower to the engine's own code, if `judged` raised after it had changed the tower's class.
+    """
+    cls = type(tower)
+    try:
+        return judged()
+    except Exception as error:
+        if type(tower) is not cls:
+            leave(tower)
+        return told(error)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import EngineGroup, told
 from fusedvit.serving.engine_calls import answer_of, grid_of
 from fusedvit.serving.plugin import check_options, install, may_gather, options, unknown_release, wrap
-from fusedvit.serving.served import SERVED, Served, served_in, served_whole, writing, writing_part
+from fusedvit.serving.served import SERVED, Served, served_in, served_whole, try_to_fuse, writing, writing_part
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
 
 RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
@@ -185,7 +185,7 @@ def fuse_towers(model: nn.Module) -> None:
     for tower in [module for module in model.modules() if _BUILT in vars(module)]:
         noted, family = vars(tower).pop(_BUILT)
         name = type(tower).__name__
-        why_not = _try_to_fuse(tower, family, noted)
+        why_not = try_to_fuse(tower, functools.partial(_fuse_whole, tower, family, noted), unfuse)
         if not why_not and _ranks(tower) > 1:
             why_not = _fuse_sharded(tower, family, noted)
         if not why_not:
@@ -197,18 +197,10 @@ def fuse_towers(model: nn.Module) -> None:
             logger.info("fusedvit: %s runs SGLang's own code: %s", name, why_not)
 
 
-def _try_to_fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
+def _fuse_whole(tower: nn.Module, family: Family, noted: Noted) -> str:
     """Fuses a tower with whole weights; returns why it cannot run fused, whole or sharded, or ""."""
-    cls = type(tower)
-    try:
-        why_not = _reason_of_engine(tower, noted) or noted.wrong
-        if not why_not and _ranks(tower) == 1:
-            why_not = _fuse(tower, family, noted)
-    except Exception as error:  # SGLang must start, whatever a tower holds that we did not foresee
-        why_not = told(error)
-        if type(tower) is not cls:
-            unfuse(tower)
-    return why_not
+    why_not = _reason_of_engine(tower, noted) or noted.wrong
+    return _fuse(tower, family, noted) if not why_not and _ranks(tower) == 1 else why_not
 
 
 def _ranks(tower: nn.Module) -> int:

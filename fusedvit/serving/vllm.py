@@ -38,7 +38,7 @@ from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm_gemma
-from fusedvit.serving.agreement import EngineGroup, told
+from fusedvit.serving.agreement import EngineGroup
 from fusedvit.serving.engine_calls import answer_of, as_rows, grid_of
 from fusedvit.serving.plugin import (
     CONFIG,
@@ -50,7 +50,7 @@ from fusedvit.serving.plugin import (
     unknown_release,
     wrap,
 )
-from fusedvit.serving.served import SERVED, served_in, served_whole
+from fusedvit.serving.served import SERVED, served_in, served_whole, try_to_fuse
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 from fusedvit.serving.vllm_worker import (
     RUNNERS,
@@ -125,7 +125,7 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
         return
     config = inspect.signature(original).bind(tower, *args, **kwargs).arguments["vision_config"]
     check_options(family, config)
-    why_not = _try_to_fuse(tower, family, config)
+    why_not = try_to_fuse(tower, functools.partial(_fuse_whole, tower, family, config), _leave)
     if not why_not and _ranks(tower) > 1:
         why_not = _fuse_sharded(tower, functools.partial(_whole, tower, family, original, config, args, kwargs))
     _settle(cls, tower, why_not)
@@ -144,7 +144,8 @@ def _construct_model(
         _say(type(model), tower, f"it is a subclass of {cls.__name__}, and may compute something else")
         return
     check_options(family, tower.config)
-    _settle(cls, tower, _try_to_fuse(tower, family, tower.config))
+    why_not = try_to_fuse(tower, functools.partial(_fuse_whole, tower, family, tower.config), _leave)
+    _settle(cls, tower, why_not)
 
 
 def _construct_hugging_faces(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,18 +156,10 @@ def _construct_hugging_faces(original: Callable[..., None], model: Any, *args: A
             _say(type(tower), tower, "its model is Hugging Face's (model_impl=\"transformers\"), not one of vLLM's own")
 
 
-def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
+def _fuse_whole(tower: Any, family: Family, config: Any) -> str:
     """Fuses a tower with whole weights; returns why it cannot run fused, whole or sharded, or ""."""
-    cls = type(tower)
-    try:
-        why_not = _reason_of_engine(tower)
-        if not why_not and _ranks(tower) == 1:
-            why_not = _fuse(tower, family, config)
-    except Exception as error:  # vLLM must start, whatever a tower holds that we did not foresee
-        why_not = told(error)
-        if type(tower) is not cls:
-            _leave(tower)
-    return why_not
+    why_not = _reason_of_engine(tower)
+    return _fuse(tower, family, config) if not why_not and _ranks(tower) == 1 else why_not
 
 
 def _leave(tower: nn.Module) -> None:
@@ -191,12 +184,14 @@ def _settle(cls: type, tower: nn.Module, why_not: str, config: Any = None) -> No
 def _judge(cls: type, config: Any, tower: nn.Module) -> None:
     """Decides whether a tower that was built without weights runs fused, now that it has weights."""
     handle: FusedEncoder = vars(tower)[SERVED].handle
-    try:
-        why_not = str(handle.reason() or "")
-        if not why_not:
+
+    def judged() -> str:
+        reason = handle.reason()
+        if reason is None:
             _expect_bytes(tower, handle)
-    except Exception as error:  # as in `_try_to_fuse`
-        why_not = told(error)
+        return str(reason or "")
+
+    why_not = try_to_fuse(tower, judged, _leave)
     if why_not:
         _leave(tower)
     _settle(cls, tower, why_not, config)

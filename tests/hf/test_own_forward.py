@@ -10,7 +10,7 @@ import torch
 
 import fusedvit
 from fusedvit.checks import fallback
-from fusedvit.own_forward import bypass
+from fusedvit.checks.own_forward import bypass
 from tests.support.families import BY_GRID, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_bitwise, ran_fused, tiny_tower
 

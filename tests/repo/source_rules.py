@@ -28,16 +28,15 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "pixels": ("model", "kernels", "checks", "cores", "errors"),
     "stats": ("checks", "runtime", "model", "graphs", "kernels", "errors", "forks"),
     "prepared_tower": (*_ENGINE, "forks"),
-    "own_forward": ("checks", "errors"),
     "forks": (),
     "pauses": ("errors",),
-    "fused_encoder": (*_ENGINE, "families", "pixels", "prepared_tower", "stats", "own_forward", "pauses", "forks"),
+    "fused_encoder": (*_ENGINE, "families", "pixels", "prepared_tower", "stats", "pauses", "forks"),
     "original_inputs": ("runtime", "pixels"),
     "outputs": ("checks", "model", "pixels", "fused_encoder", "original_inputs"),
     "checkpoint": ("checks", "families", "errors"),
     "api": (
         *("checks", "families", "model", "runtime", "config", "errors", "pixels"),
-        *("fused_encoder", "original_inputs", "outputs", "own_forward", "forks"),
+        *("fused_encoder", "original_inputs", "outputs", "forks"),
     ),
     "tower_copies": ("api", "fused_encoder", "outputs", "checks", "runtime", "model", "errors"),
     "data_parallel": (
