@@ -39,7 +39,6 @@ PROGRAM = "fusedvit.runtime.compile_program"
 STARTS = 3  # of the program, until it is given up
 RETRY = 30.0  # seconds after which a thread or process that the system had no room for is tried again
 TRIES = 3  # of a kernel that is done and cannot be found
-FIRST = 1.0  # order of what was asked for first; what is missing at a launch goes before it
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 

@@ -32,11 +32,10 @@ from triton.runtime.cache import get_cache_manager
 from fusedvit.cores import CONTROL_GROUP, available_cores
 from fusedvit.kernels.codegen_checks import AbsentGPU
 from fusedvit.kernels.launch import FromCache, KernelJob, is_cached, loading_from_cache, private_cache
-from fusedvit.runtime.compile_service import FIRST, HEADER, Request
+from fusedvit.runtime.compile_service import HEADER, Request
 from fusedvit.runtime.compiled_kernels import build_launcher, end_with_parent
 
 MOST_CHILDREN = 16
-CHILDREN_AT_FIRST = 8  # while the first call's kernels are compiled: beside 15 others each takes 1.3 times as long
 MEMORY_OF_A_CHILD = 600 << 20  # bytes
 NICENESS = 19  # of a child whose kernel nobody waits for
 LONGEST = 300.0  # seconds that one kernel may take
@@ -152,20 +151,13 @@ class Worker:
     # children
 
     def _start_children(self) -> None:
-        while self.waiting and len(self.children) < self.most():
+        while self.waiting and len(self.children) < most_children(any(w.urgent for w in self.waiting.values())):
             now = time.monotonic()
             ready = [digest for digest, w in self.waiting.items() if w.since <= now]
             if not ready:
                 return
             digest = min(ready, key=lambda d: self.waiting[d].order)
             self._start(digest, self.waiting.pop(digest))
-
-    def most(self) -> int:
-        """How many children there may be."""
-        under_way = [*self.waiting.values(), *(child.waiting for child in self.children.values())]
-        most = most_children(any(w.urgent for w in self.waiting.values()))
-        first = any(w.order[0] <= FIRST and not w.urgent for w in under_way)
-        return min(most, CHILDREN_AT_FIRST) if first else most
 
     def _start(self, digest: str, waiting: Waiting) -> None:
         """Forks a child, unless another process has compiled this kernel, or does so now."""

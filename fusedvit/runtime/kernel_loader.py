@@ -234,11 +234,13 @@ class KernelLoader:
         return True
 
     def _refuse(self, runs: Collection[Run]) -> NoReturn:
-        """Has the kernels of `runs` compiled, and those of the ladder behind them.
+        """Has the kernels of `runs` compiled, and those of the ladder behind them. Meanwhile it loads kernels of runs
+        that have become ready: their next calls, which would load them, may be many calls of other sizes away.
 
         Raises:
             KernelsNotReady: always.
         """
+        self._load_kernels([run for run in self.ready if self._state(run).refused], time.perf_counter())
         self._service.start_early()
         collect_garbage()
         with self._service.changed:
@@ -316,17 +318,20 @@ class KernelLoader:
         yet to load its own for them, and takes longer."""
         if not any(self._state(run).refused for run in runs):
             return  # to their launches, which load what they need
-        begun, loads = time.perf_counter(), False
+        begun, loads = time.perf_counter(), any(run.graph and self._state(run).unloaded for run in runs)
+        if not self._load_kernels(runs, begun) or loads and time.perf_counter() - begun > SOME_LOADING:
+            raise KernelsNotReady("")
+
+    def _load_kernels(self, runs: Iterable[Run], begun: float) -> bool:
+        """Loads kernels until `LOADING` seconds after `begun`; returns whether none of these runs' is left."""
         for run in runs:
             kernels = self._state(run).unloaded
-            loads |= bool(kernels) and run.graph
             while kernels:
                 if time.perf_counter() - begun > LOADING:
-                    raise KernelsNotReady("")
+                    return False
                 with contextlib.suppress(TritonError, RuntimeError, IndexError):  # its launch says so, and to whom
                     _ = kernels.pop().run
-        if loads and time.perf_counter() - begun > SOME_LOADING:
-            raise KernelsNotReady("")
+        return True
 
     def _ask_for(self, run: Run) -> None:
         """Puts a run before those that nobody asked for, and behind those that somebody did."""

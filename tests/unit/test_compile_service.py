@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from fusedvit.runtime import compile_worker
-from fusedvit.runtime.compile_service import FIRST, CompileService
+from fusedvit.runtime.compile_service import CompileService
 from fusedvit.runtime.compile_worker import Child, Waiting, Worker
 from tests.support.waiting import alive, children, until
 
@@ -265,25 +265,6 @@ def test_children_are_bounded_by_cores_and_memory(cores: int, free: int, urgent:
         mock.patch.object(compile_worker, "available_memory", lambda: free << 30),
     ):
         assert compile_worker.most_children(urgent) == children
-
-
-@pytest.mark.parametrize(
-    "orders, urgent, children", [((2.0, 1003.0), False, 15), ((2.0, FIRST), False, 8), ((2.0, FIRST), True, 16)]
-)
-def test_what_the_first_call_waits_for_has_cores_to_itself(
-    orders: tuple[float, ...], urgent: bool, children: int, tmp_path: Path
-) -> None:
-    job: Any = None
-    waiting = {str(order): Waiting(job, 90, (order, 0.0), urgent) for order in orders}
-    worker = Worker(os.getpid(), tmp_path, sys.stdout, waiting=waiting)
-    with (
-        mock.patch.object(compile_worker, "available_cores", lambda: 16),
-        mock.patch.object(compile_worker, "available_memory", lambda: 64 << 30),
-    ):
-        assert worker.most() == children
-        under_way = {at: Child(at, digest, w, 0.0, False) for at, (digest, w) in enumerate(waiting.items())}
-        worker = Worker(os.getpid(), tmp_path, sys.stdout, children=under_way)
-        assert worker.most() == (min(children, 15))
 
 
 def test_a_control_group_bounds_memory(tmp_path: Path) -> None:

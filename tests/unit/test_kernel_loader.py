@@ -239,6 +239,28 @@ def test_calls_load_kernels_for_a_short_time_each(compiler: FakeCompiler) -> Non
         loader.need([graph(64)], wait=False)  # has nothing left to load
 
 
+def test_calls_of_other_sizes_load_kernels_that_a_ready_run_waits_for(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    loaded = list[float]()
+
+    class Kernel:
+        @property
+        def run(self) -> None:
+            loaded.append(0.75 * kernel_loader.LOADING)
+
+    with mock.patch("tests.support.fake_compiler.KERNEL", Kernel()):
+        refused(loader, graph(64))
+        compiler.finish(kernels_of(graph(64)))
+        until(lambda: graph(64) in loader.ready)
+    with mock.patch("fusedvit.runtime.kernel_loader.time.perf_counter", lambda: sum(loaded)):
+        refused(loader, graph(1024))
+        assert len(loaded) == 2
+        refused(loader, graph(1024))
+        assert len(loaded) == 3
+        loader.need([graph(64)], wait=False)
+    assert len(loaded) == 3
+
+
 def test_a_run_that_nobody_was_refused_loads_all_at_once(compiler: FakeCompiler) -> None:
     """The original code has yet to load its own kernels for this size, too."""
     loader, _weights = loader_on(compiler)
