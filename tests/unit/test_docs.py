@@ -1,5 +1,6 @@
 """README and docs/: their examples, tables, links and paths are those of the code."""
 
+import ast
 import importlib.util
 import pkgutil
 import re
@@ -24,6 +25,7 @@ from tests.support.towers import Call
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 QWEN2 = "Qwen2VisionTransformerPretrainedModel"
+IMPORTS = ast.Import, ast.ImportFrom
 MAX_LINES = {"README.md": 170, "kernels.md": 250}
 
 
@@ -75,7 +77,9 @@ def test_names_of_the_package_exist() -> None:
 def test_the_example_is_the_code_of_its_file() -> None:
     (code,) = re.findall(r"```python\n(.*?)\)\n```", page("docs/families.md"), re.DOTALL)  # less the tuple's own end
     file = page("fusedvit/families/qwen2.py")
-    assert [part for part in code.split("\n\n") if part.strip("\n") not in file] == []
+    parts = [part.strip("\n") for part in code.split("\n\n")]
+    lines = [line for part in parts if "import" in part for line in part.splitlines()]  # the file imports more
+    assert [part for part in [*lines, *(part for part in parts if "import" not in part)] if part not in file] == []
 
 
 def test_the_example_is_the_registered_record() -> None:
@@ -135,9 +139,9 @@ def test_figures_of_byte_times_are_those_of_their_document() -> None:
     assert f"cost {added} µs of wall time in calls of {calls} ms" in " ".join(page("docs/pixels.md").split())
 
 
-def test_every_place_is_in_the_table_of_rooms() -> None:
+def test_every_place_is_in_the_table_of_directories() -> None:
     places = [p for p in (ROOT / "fusedvit").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
-    text = page("docs/architecture.md").partition("## Rooms")[2].partition("## Import")[0]
+    text = page("docs/architecture.md").partition("## Directories")[2].partition("## Import")[0]
     assert [p.name for p in places if not p.name.startswith("_") and p.name not in text] == []
 
 
@@ -145,6 +149,33 @@ def test_every_example_compiles() -> None:
     for path in PAGES:
         for code in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
             compile(code, str(path), "exec")
+
+
+def names_in(code: str) -> tuple[set[str], set[str], set[str]]:
+    """Names that code imports, binds in another way, and reads."""
+    nodes = list(ast.walk(ast.parse(code)))
+    imported = {name.asname or name.name for node in nodes if isinstance(node, IMPORTS) for name in node.names}
+    bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return imported, bound, {node.id for node in names if isinstance(node.ctx, ast.Load)}
+
+
+def test_examples_use_what_they_import() -> None:
+    for path in PAGES:
+        for code in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+            imported, _, read = names_in(code)
+            assert imported <= read, path.name
+
+
+def test_the_seams_example_imports_what_it_uses() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", page("docs/serving.md").split("## The seam")[1], re.DOTALL)
+    imported, bound, read = names_in(code)
+    of_the_engine = {"tower", "vision_config", "config"}
+    assert read - imported - bound - of_the_engine == set()
+    imports = [line for line in code.splitlines() if line.startswith(("from ", "import "))]
+    exec("\n".join(imports), {})
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
