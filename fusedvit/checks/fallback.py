@@ -44,7 +44,7 @@ ADVICE = {
     ATTENTIONS: "the fused encoder never holds attention weights",
     PRECOMPUTED: "the fused encoder builds its metadata from grid_thw",
     UNKNOWN_ARGUMENTS: "the original code reads them; the fused encoder takes pixel values and grid_thw",
-    COMPILING: "torch.compile and tracing see the original code",
+    COMPILING: "tracing, export and fullgraph=True see the original code; torch.compile with graph breaks runs fused",
     CAPTURING: "pass grid_thw as a CPU tensor or a list inside a CUDA graph capture",
     AUTOCAST: "load the tower in the dtype that autocast computes in",
     HOOKS: "a hook on an inner module would not fire in the fused encoder",

@@ -26,8 +26,9 @@ from fusedvit.errors import InputError, UnsupportedModel, failed_import, first_l
 app = typer.Typer(
     name="fusedvit",
     help="Fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models. "
-    "Exit codes: 0 fine, 1 answers differ or a bar is missed, 2 bad usage or input, or an output that is not written, "
-    "3 an error that nobody foresaw, 130 Ctrl-C, 141 no reader of the output, 143 SIGTERM.",
+    "Exit codes: 0 fine; 1 done, and something is not right (answers differ, a target is missed, an input fails); "
+    "2 not done (usage, input, the machine); 3 an error that nobody foresaw; 130 Ctrl-C; 141 no reader of the output; "
+    "143 SIGTERM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,  # locals would print tensors and paths
@@ -253,7 +254,7 @@ def bench(
         bool | None, typer.Option("--sweep/--no-sweep", help="Single images of many sizes and videos of many lengths.")
     ] = None,
     short: Annotated[
-        bool, typer.Option("--short", help="A minute or two: one tower, no sweep, the peers that count, fewer rounds.")
+        bool, typer.Option("--short", help="A minute or two: one tower by default, no sweep, fewer rounds and peers.")
     ] = False,
     compile_on: Annotated[
         list[str] | None, typer.Option("--compile", metavar="WORKLOAD", help="Run torch.compile there: minutes each.")
