@@ -47,7 +47,8 @@ class _Turn:
         renew_in_children(self)
 
     def renew_locks(self) -> None:
-        """See `forks`. A tower that a thread of the parent was fusing is left as an interrupt leaves it."""
+        """See `forks`. If a thread of the parent was in `fuse`, the child's copy of that tower is half fused; the next
+        `fuse` or `unfuse` repairs it."""
         if is_held(self.lock):
             self.lock = threading.RLock()
 

@@ -82,7 +82,9 @@ class FusedEncoder:
         self._name, family, spec = type(tower).__name__, self.family, self.spec
         this = weakref.ref(self)  # weak, so that the handle and its weights are freed with the user's last reference
         self._ran_fused = True  # whether the last call did
-        self._trained = False  # whether a call with gradients enabled fell back while a parameter required them
+        # Whether a call with gradients enabled fell back while a parameter required them: then fingerprints are
+        # compared even with watch_data=False.
+        self._trained = False
         self._pause = Pause()
         self._stats = Stats()
         self._copies: dict[weakref.ref[FusedEncoder], torch.device] = {}
@@ -234,7 +236,8 @@ class FusedEncoder:
             return Attempt(None, [], version, unchanged=False)
 
     def _note_preparations(self, found: Attempt | Reason, prepared: bool) -> None:
-        """Begins a pause if this call, like the calls before it, prepared weights that no later call could use.
+        """Begins a pause if this call, like the calls before it, prepared weights that no later call could use: the
+        three cases under "Calls pause" in docs/using.md.
 
         Args:
             found: what the call returned.

@@ -114,7 +114,7 @@ def compiles() -> int:
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("fusedvit.kernels.")]
     kernels = {id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}
     held = [list(caches[0].values()) for kernel in kernels.values() for caches in list(kernel.device_caches.values())]
-    return sum(compiled is not None for found in held for compiled in found)  # None: another process compiles it
+    return sum(compiled is not None for found in held for compiled in found)  # None while another process compiles it
 
 
 def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Sequence[int]) -> list[str]:

@@ -133,9 +133,9 @@ class _OpenBatch:
 def _first_fit_decreasing(pieces: Sequence[Piece], limits: Limits) -> list[list[Piece]]:
     """Each piece, largest first, joins the first open batch with room for it, or opens one.
 
-    A full batch is closed. So is the oldest when more than `OPEN_BATCHES` are open: it has the least room for tokens,
-    unless several pieces share a batch. Up to 64 batches that costs nothing; beyond, it may cost a few more replays,
-    each cheap compared with its content.
+    A full batch is closed. If more than `OPEN_BATCHES` are open, the oldest one is closed: pieces come largest first,
+    so it usually has the least room. With up to 64 batches that costs nothing; with more, it may cost a few more
+    replays, each cheap compared with its content.
     """
     ordered = sorted(pieces, key=_TOKENS_THEN_FRAMES, reverse=True)  # stable: equal pieces keep the caller's order
     least = ordered[-1].tokens if ordered else 0

@@ -54,8 +54,9 @@ class _Code:
     """The code that would run: its slots and their values, functions and their bodies (code, defaults, keyword
     defaults), and functions that decorators wrap.
 
-    `absent` holds live key views of classes and modules, and names that they must not have, as such a name would hide
-    what the code finds now. Comparing keys takes a tenth of the time of failing lookups.
+    `absent`: (live key views of classes and modules, names that each must not have). A class or module that gains one
+    of the names would shadow what the code resolves to now. Comparing keys takes a tenth of the time of failing
+    lookups.
     """
 
     owners: tuple[Any, ...]

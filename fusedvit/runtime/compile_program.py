@@ -1,8 +1,8 @@
 """`python -m fusedvit.runtime.compile_program`: `compile_worker` without PyTorch.
 
 Importing PyTorch takes 1.5 s, and 3 to 6 where Python keeps no byte code, as in many containers: longer than most
-kernels take to compile. A compiler needs none of it. Kernels' modules name it in annotations and tables of dtypes, for
-which names will do; where they will not, the worker runs with PyTorch.
+kernels take to compile. Compiling needs nothing of PyTorch. Modules of kernels use it in annotations and in tables of
+dtypes, where stand-ins that only have names suffice. If an import needs more than names, the worker imports PyTorch.
 """
 
 import importlib
@@ -15,7 +15,7 @@ WORKER = "fusedvit.runtime.compile_worker"
 
 
 class Name:
-    """Stands for something of PyTorch, one object for each name. Triton tells dtypes by their text."""
+    """Stands for an attribute of PyTorch, one object for each name. Triton identifies dtypes by their text."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class Name:
 
 
 class Names(ModuleType):
-    """Stands for PyTorch."""
+    """Stands for the module `torch`."""
 
     def __getattr__(self, name: str) -> Name:
         return _named(self, self.__name__, name)
@@ -54,7 +54,7 @@ def worker() -> Any:
     """The module of the worker, imported without PyTorch.
 
     Raises:
-        Exception: of whatever needs more of it than names.
+        Exception: an import needs more of PyTorch than names.
     """
     sys.modules.setdefault("torch", Names("torch"))
     return importlib.import_module(WORKER)

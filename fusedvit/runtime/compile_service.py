@@ -1,7 +1,7 @@
-"""Compiling in another process (`compile_worker`), as seen from the one that needs the kernels.
+"""The client of the compiling process (`compile_worker`): sends it missing kernels and notes which are done.
 
-There is one for all towers of a process. It is started with the first kernel that is missing, or before anybody knows
-which are where Triton's cache is empty, and ended when nobody waits for any.
+One compiling process serves all towers of this process. It starts with the first missing kernel, or earlier if Triton's
+cache is empty, and ends when nobody waits for a kernel.
 """
 
 import atexit
@@ -90,10 +90,10 @@ class CompileService:
         atexit.register(self.stop)
 
     def start_early(self) -> None:
-        """Starts the program where Triton's cache is empty: its imports take about as long as finding out what is
-        missing. Whoever calls this is, or soon will be, within `used`.
+        """Starts the program if Triton's cache is empty: its imports take about as long as finding out what is
+        missing. Call it within `used`, or just before.
 
-        What could not be started for now may be started again from here on, `RETRY` seconds later."""
+        After a start that failed for lack of resources, a call `RETRY` seconds later tries again."""
         with self.changed:
             if time.monotonic() >= self._again:
                 self.broken, self._again, self._starts = "", math.inf, 0
@@ -105,9 +105,9 @@ class CompileService:
         return self._process is None and not _is_empty(_cache_folder())
 
     def compile(self, request: Request) -> None:
-        """Has the kernels of `request` compiled, unless they have failed.
+        """Sends the kernels of `request` to the program, except those that have failed.
 
-        Kernels that are done and not found in the cache are compiled again, `TRIES` times in all.
+        A kernel that was compiled and is not found in the cache is sent again, `TRIES` times in all.
         """
         with self.changed:
             new = {digest: job for digest, job in request.jobs.items() if digest not in self.failed}
@@ -139,7 +139,7 @@ class CompileService:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """The program is kept while somebody is within."""
+        """A context in which the program is kept running; it ends with the last such context."""
         with self.changed:
             self._users += 1
         try:
@@ -279,7 +279,7 @@ class CompileService:
             self.changed.notify_all()
 
     def _take_private(self, folder: str) -> None:
-        """Kernels are in a folder of ours from now on, for Triton in this process too: it cannot write to its own."""
+        """Makes Triton in this process use the program's folder of kernels, as its own cache takes no files."""
         triton.knobs.cache.manager_class = private_cache(folder)
         logger.warning(
             "fusedvit: the Triton cache %s takes no files; kernels are kept in %s until this process ends",
@@ -306,7 +306,7 @@ class CompileService:
 
 
 def _pipe() -> tuple[int, int]:
-    """Its ends, neither of which has the number of a standard stream, though this process may have closed those."""
+    """The ends of a new pipe, numbered from 3 on: a lower number is a standard stream's, which may be closed here."""
     ends = os.pipe()
     try:
         return fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, 3)
@@ -350,5 +350,5 @@ def _is_empty(folder: str) -> bool:
 
 @cache
 def service_of(process: int) -> CompileService:
-    """The service of this process, whose number is given: a fork has none of its parent's."""
+    """The service of this process, whose id is `process`: a forked child gets a service of its own."""
     return CompileService()

@@ -1,9 +1,9 @@
 """`python -m fusedvit.runtime.compile_worker`: a program that compiles kernels into Triton's cache for another process.
 
-It is told of kernels on its standard input and says on a pipe of its own which are done, a line of JSON each. It
-imports Triton once (PyTorch not at all, where `compile_program` has started it) and forks a child for each kernel, so
-that a compiler that crashes takes one kernel with it. It touches no GPU: what to compile for is told. It ends with its
-input or with the process that started it, and its children end with it.
+It reads requests from its standard input and reports each kernel as a line of JSON on a pipe of its own. It imports
+Triton once (and not PyTorch, if `compile_program` has started it) and forks a child for each kernel, so that a compiler
+that crashes costs one kernel. It touches no GPU: a request names the architecture. It ends with its input or with the
+process that started it, and its children end with it.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Waiting:
 
 @dataclass
 class Child:
-    """A process that compiles one kernel, and what it has said. `private` is the worker's, as it was then."""
+    """A process that compiles one kernel, and what it has reported. `private`: `Worker.private` when it was forked."""
 
     pid: int
     digest: str
@@ -76,7 +76,7 @@ class Worker:
     Attributes:
         parent: process that started this one.
         scratch: folder of that process for temporary files.
-        out: where to say what is done.
+        out: the pipe for reports.
         children: by the descriptor that each writes to.
         private: whether kernels go to a folder within `scratch`, as Triton's cache takes none.
     """
@@ -121,7 +121,7 @@ class Worker:
     # requests and answers
 
     def _receive(self) -> bool:
-        """Reads from the input; False at its end."""
+        """Reads from the input; returns False at its end."""
         read = os.read(0, 1 << 20)
         self.received += read
         while len(self.received) >= HEADER.size:
@@ -200,7 +200,7 @@ class Worker:
             self._say_failed(digest, _said_of(error))
 
     def _say_failed(self, digest: str, said: dict[str, Any]) -> None:
-        """`said` is the error, with an errno if the system caused it and not the kernel."""
+        """Reports a kernel that failed. `said` has the error, with an errno if the system caused it, not the kernel."""
         self._say(failed=digest, error=said["error"], compiler="errno" not in said, busy=said.get("errno") in BUSY)
 
     def _hear(self, fd: int) -> None:
@@ -241,7 +241,7 @@ class Worker:
             shutil.rmtree(left, ignore_errors=True)
 
     def _go_private(self) -> bool:
-        """Takes a folder of our own for kernels; whether that takes files."""
+        """Keeps kernels in a folder within `scratch` from now on; returns whether that takes files."""
         folder = self.scratch / "kernels"
         self.private = _takes_files(str(folder))
         if self.private:
@@ -276,7 +276,7 @@ def _folder(digest: str) -> str:
 
 
 def _lock(digest: str) -> int | None:
-    """Locks a kernel's folder in the cache: a descriptor, -1 where none can be locked, None if somebody has it."""
+    """Locks a kernel's folder in the cache. Returns its descriptor, -1 if it cannot be locked, None if it is locked."""
     try:
         fd = os.open(_folder(digest), os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -308,7 +308,7 @@ def _said_of(error: OSError) -> dict[str, Any]:
 
 
 def _compile(job: KernelJob, writer: int, nice: bool, expected: bool) -> None:
-    """The child: compiles one kernel, says how that went, and ends."""
+    """The child: compiles one kernel, reports the result, and ends."""
     said: dict[str, Any] = {}
     try:
         os.setpgid(0, 0)

@@ -1,15 +1,15 @@
-"""Which runs of a tower have every kernel they launch, and a thread that gets the others theirs.
+"""Knows which runs of a tower have every kernel that they launch, and has the kernels of the others compiled.
 
-A run is tried out on the meta device, without memory and without a GPU: each launch takes its kernel from Triton's
-cache, or has it compiled by another process. Once all are there the run is ready, and what a call launches compiles
-nothing. The thread calls no CUDA, so that it disturbs nobody's capture. While nothing is compiled, as in a process that
-finds the cache filled, the first call of a run launches at once, by what the cache holds.
+A thread tries a run on the meta device, without memory and without a GPU. Each launch looks its kernel up in Triton's
+cache; another process compiles the missing ones. The run is ready when the cache has all of them, and a call that
+launches it then compiles nothing. The thread does not call CUDA, so that it disturbs nobody's capture. If nothing is
+being compiled and the cache is not empty, the first call of a run launches at once, with kernels from the cache.
 
 The loader keeps one `RunState` for each run. Its `stage` changes as follows:
 
     NEW ──► WANTED          A call needed the run and took the original code. Budgets of the ladder follow (`_refuse`).
-    WANTED ──► READY        The thread has tried the run and found all of its kernels (`_try`), but for those that the
-                            compiler has refused: their launches raise its error. A try that misses kernels sends for
+    WANTED ──► READY        The thread has tried the run and found all of its kernels (`_try`), except those that do
+                            not compile, whose launches raise the compiler's error. A try that misses kernels requests
                             them, and the run stays wanted; the next try follows when they are compiled.
     NEW, WANTED ──► READY   A call that waits has tried the run (`_wait_for`), or its launches found every kernel in
                             Triton's cache (`guard`, `cached`).
@@ -47,9 +47,9 @@ from fusedvit.runtime.compile_service import CompileService, Request
 META = torch.device("meta")
 LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
 LOADING = 0.01  # seconds of a call that may go into loading kernels
-SOME_LOADING = 0.002  # seconds of it behind which the capture is left to the next call
+SOME_LOADING = 0.002  # seconds: if loading took longer than this, the capture is left to the next call
 WORK, LONGEST_REST = 0.001, 0.1  # seconds that the thread works before it rests, and that it rests at most
-REST = 2.0  # times as long as it has worked; twice that for runs that nobody asked for
+REST = 2.0  # it rests this many times as long as it has worked; twice that for runs that nobody asked for
 ASKED_FOR = 1e3  # added to the order of budgets that no call needed yet: those that one needed go first
 
 
@@ -83,8 +83,8 @@ class Kernel:
     """A kernel that runs launch.
 
     Attributes:
-        digest: of its key, once it was not in Triton's cache.
-        found: Triton's own, not on a device yet; None until it was in the cache.
+        digest: digest of its cache key; "" until a look-up has missed.
+        found: Triton's compiled kernel, not on a device yet; None until a look-up has found it.
     """
 
     job: KernelJob
@@ -97,7 +97,7 @@ class RunState:
     """What the loader knows of a run.
 
     Attributes:
-        order: of a wanted run: the thread tries the smallest first. Infinite for others.
+        order: priority of a WANTED run, smallest first; infinite in other stages.
         refused: a call of it has taken the original code.
         launches: its kernels; None until a try has listed them.
         missing: digests of those that the last try or launch has not found.
@@ -116,8 +116,7 @@ UNSEEN = RunState()
 
 
 class KernelsNotReady(Exception):
-    """Kernels of a call are still being compiled, or cannot be; the message says which, and is "" where they are
-    under way."""
+    """A call's kernels are still being compiled (the message is ""), or cannot be compiled (it says why)."""
 
 
 class _Ending(Exception):
@@ -130,8 +129,8 @@ def _no_pause() -> None:
 
 @cache
 def collect_garbage() -> None:
-    """Once, before kernels are waited for. What was imported until then makes a full collection due, which takes 0.2 to
-    0.4 s with torch and transformers: it would fall into one of the calls that follow."""
+    """Runs one full garbage collection, the first time only. The imports so far make one due; it takes 0.2 to 0.4 s
+    with torch and transformers, and would otherwise fall into one of the next calls."""
     if gc.isenabled():
         gc.collect()
 
@@ -141,10 +140,11 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 class KernelLoader:
-    """Knows the runs that are ready, and gets the others their kernels.
+    """Knows the runs that are ready, and has the kernels of the others compiled.
 
     Attributes:
-        ready: runs all of whose kernels this process has, or gets when it first launches them: those whose stage is so.
+        ready: the runs in stage READY: this process has their kernels, or loads them from Triton's cache at their first
+            launch.
     """
 
     def __init__(
@@ -199,15 +199,15 @@ class KernelLoader:
     # for calls
 
     def need(self, runs: Collection[Run], wait: bool) -> None:
-        """Returns where `runs` are ready, or may be: what launches them goes on within `guard`. Else has their kernels
-        compiled, and waits for them or raises.
+        """Returns if `runs` are ready, or if Triton's cache may hold their kernels (the caller then launches within
+        `guard`). Otherwise requests the missing kernels and raises, or, with `wait`, blocks until they are compiled.
 
-        Where it waits it returns, too, if nothing can be compiled elsewhere or the weights were given back: launches of
-        `runs` compile, or find no weights.
+        With `wait` it also returns if no other process can compile, in which case the launches compile here, or if the
+        weights were released.
 
         Raises:
-            KernelsNotReady: they are not, or not all are on the device yet, and `wait` is false; or launches cannot
-                compile either.
+            KernelsNotReady: without `wait`: kernels are missing, or not all are on the device yet. With `wait`: no
+                process can compile, this one included.
         """
         if wait:
             self._wait_for(runs)
@@ -220,8 +220,9 @@ class KernelLoader:
             self._refuse(runs)
 
     def _may_be_cached(self, runs: Collection[Run]) -> bool:
-        """Whether a call that finds the kernels of `runs` in Triton's cache needs no other: what it launches around
-        them is there. Not asked for runs that were refused, as the thread knows what they lack."""
+        """Whether launching `runs` straight away is worth a try: nothing is being compiled, Triton's cache is not
+        empty, and it holds the kernels of `AROUND`. False for runs that a call was refused for: the thread knows what
+        they lack."""
         weights, refused = self._weights(), any(self._state(run).refused for run in runs)
         if weights is None or refused or not self._service.is_idle_with_cache():
             return False
@@ -234,8 +235,8 @@ class KernelLoader:
         return True
 
     def _refuse(self, runs: Collection[Run]) -> NoReturn:
-        """Has the kernels of `runs` compiled, and those of the ladder behind them. Meanwhile it loads kernels of runs
-        that have become ready: their next calls, which would load them, may be many calls of other sizes away.
+        """Requests the kernels of `runs`, then those of every other budget. It also loads kernels of runs that have
+        become ready since they were refused: their own next calls may be many calls of other sizes away.
 
         Raises:
             KernelsNotReady: always.
@@ -256,8 +257,8 @@ class KernelLoader:
         raise KernelsNotReady(self._service.broken)
 
     def cancel(self) -> None:
-        """Nothing more is compiled until a call needs something again; in a fork, where locks may be held by threads
-        that it does not have, nothing was."""
+        """Stops compiling until a call needs a kernel again. It does nothing in a forked child, where the thread does
+        not run and the lock may be held for ever."""
         if os.getpid() != self._process:
             return
         with self._service.changed:
@@ -266,10 +267,10 @@ class KernelLoader:
 
     @contextlib.contextmanager
     def guard(self, runs: Collection[Run]) -> Iterator[None]:
-        """Within it, launches of `runs` compile nothing. At its end they are ready.
+        """A context in which launches take kernels from Triton's cache only. On a normal exit `runs` are READY.
 
         Raises:
-            KernelsNotReady: one would have; it is sent for.
+            KernelsNotReady: a launch needs a kernel that is not in the cache; the kernel has been requested.
         """
         mode, tried_out = FromCache(collect=False, failed=self._service.failed), self.ready.issuperset(runs)
         try:
@@ -280,7 +281,7 @@ class KernelLoader:
         except KernelMissing:
             if not tried_out:
                 self._refuse(runs)
-            with self._service.changed:  # they launch something else than on the meta device
+            with self._service.changed:  # the launch needs a kernel that the run on the meta device did not list
                 self._note(runs, stage=Stage.WANTED, order=0.0, launches=None, missing=frozenset(mode.missing))
                 self._send(mode.missing, 0.0, urgent=False)
                 self._start()
@@ -288,10 +289,10 @@ class KernelLoader:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Within it launches compile what is missing where nothing could be compiled elsewhere.
+        """A context in which launches compile the kernels that are still missing, because no other process could.
 
         Raises:
-            KernelsNotReady: a compiler has no room for its files; nobody tries again.
+            KernelsNotReady: the compiler has no room for its files. From then on `need` raises with `wait` too.
         """
         try:
             yield
@@ -303,19 +304,25 @@ class KernelLoader:
 
     @contextlib.contextmanager
     def cached(self, runs: Collection[Run]) -> Iterator[None]:
-        """Within it, launches of `runs` take their kernels from Triton's cache. At its end they are ready.
+        """As `guard`, but a kernel that is not in the cache is not requested.
 
         Raises:
-            KernelMissing: one is not there.
+            KernelMissing: a launch needs a kernel that is not in the cache.
         """
         with loading_from_cache(FromCache(collect=False, failed=self._service.failed)):
             yield
         self._note_ready(runs)
 
     def _load(self, runs: Collection[Run]) -> None:
-        """Loads kernels of ready runs onto the current device, for as long as a call has time for it; a call that
-        loaded a graph's for a while captures nothing besides. Where no call of them was refused the original code has
-        yet to load its own for them, and takes longer."""
+        """Loads kernels of ready runs onto the current device, for at most `LOADING` seconds.
+
+        If no call of these runs was refused, their launches load the kernels instead: the original code would have to
+        load its own first, which takes longer.
+
+        Raises:
+            KernelsNotReady: time ran out; or kernels of a graph took so long to load that its capture is left to the
+                next call.
+        """
         if not any(self._state(run).refused for run in runs):
             return  # to their launches, which load what they need
         begun, loads = time.perf_counter(), any(run.graph and self._state(run).unloaded for run in runs)
@@ -323,13 +330,13 @@ class KernelLoader:
             raise KernelsNotReady("")
 
     def _load_kernels(self, runs: Iterable[Run], begun: float) -> bool:
-        """Loads kernels until `LOADING` seconds after `begun`; returns whether none of these runs' is left."""
+        """Loads kernels of `runs` until `LOADING` seconds after `begun`; returns whether all are loaded."""
         for run in runs:
             kernels = self._state(run).unloaded
             while kernels:
                 if time.perf_counter() - begun > LOADING:
                     return False
-                with contextlib.suppress(TritonError, RuntimeError, IndexError):  # its launch says so, and to whom
+                with contextlib.suppress(TritonError, RuntimeError, IndexError):  # the launch will raise it
                     _ = kernels.pop().run
         return True
 
@@ -338,7 +345,8 @@ class KernelLoader:
         state = self._state(run)
         if state.stage is Stage.READY or state.order < ASKED_FOR:
             return
-        self._asked += 1  # nothing is missing: tried again, its kernels are sent for in the new order
+        self._asked += 1
+        # `missing` is emptied so that the thread tries the run again and requests its kernels in the new order.
         self._note([run], stage=Stage.WANTED, order=float(self._asked), missing=frozenset())
 
     def _by_likelihood(self, kinds: tuple[int, ...]) -> list[int]:
@@ -356,7 +364,7 @@ class KernelLoader:
             self._thread = self._service.thread(self._work, "fusedvit-kernels")
 
     def _work(self) -> None:
-        """Gets every wanted run its kernels, then ends."""
+        """Tries wanted runs until none is left, then ends."""
         service = self._service
         self._worked = time.thread_time()
         try:
@@ -368,7 +376,7 @@ class KernelLoader:
             raise
 
     def _work_on(self) -> bool:
-        """Tries the next run, or waits for kernels; False, and the thread is no more, where there is nothing to do."""
+        """Tries the next run, or waits for kernels. Returns False, and the thread ends, if there is nothing to do."""
         service = self._service
         with service.changed:
             wanted = {run: state.order for run, state in self._states.items() if state.stage is Stage.WANTED}
@@ -384,7 +392,7 @@ class KernelLoader:
         return True
 
     def _free(self, runs: Iterable[Run]) -> list[Run]:
-        """Those of `runs` that wait for no kernel."""
+        """Those of `runs` that the thread may try: no kernel that they miss is being compiled."""
         return [run for run in runs if not self._service.waits_for(self._state(run).missing)]
 
     def _try(self, run: Run, order: float, patient: bool) -> bool:
@@ -413,7 +421,7 @@ class KernelLoader:
         found = [kernel.found for kernel in launches if kernel.found is not None]
         with service.changed:
             self._note([run], missing=frozenset(missing), unloaded=found)
-            if missing <= service.failed.keys():  # a launch that fails to compile knows what to do
+            if missing <= service.failed.keys():  # a failing launch switches to another backend (`BackendFailed`)
                 self._note_ready([run])
         return True
 
@@ -435,7 +443,7 @@ class KernelLoader:
 
     @contextlib.contextmanager
     def _hurry(self) -> Iterator[None]:
-        """Within it nobody rests: somebody waits."""
+        """A context in which `_pause` does not sleep, as a caller is waiting."""
         with self._service.changed:
             self._waiters += 1
         try:
@@ -462,7 +470,7 @@ class KernelLoader:
         self._service.compile(Request(arch, jobs, order, urgent))
 
     def _wait_for(self, runs: Collection[Run]) -> None:
-        """Has what `runs` launch compiled on all cores."""
+        """Has the kernels of `runs` compiled on all cores, and waits for them; see `need`."""
         service = self._service
         left = [run for run in runs if run not in self.ready]
         if not left:

@@ -114,6 +114,14 @@ class ContentCheck:
     Copies are checked because memory may lose its content and keep its address, as in a serving engine's sleep mode:
     the engine fills parameters again, but not prepared copies.
 
+    Five methods ask whether something is still the same:
+
+        begin, wait        parameters and copies at the addresses of `sources`; the host read of a call
+        moved              parameters at their current addresses; waits for the GPU
+        parameters_hold    a function to call later: parameters at their addresses then; waits for the GPU
+        agrees_with        two checks, by their fingerprints; does not read
+        held_by            whether parameters are the same objects at the same addresses; does not read
+
     Attributes:
         parameters: the parameters.
         addresses: addresses of the parameters when the check was created.

@@ -149,7 +149,11 @@ def _spans(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first:
 
 
 def sole_batch(items: Sequence[Item], unit: int, limits: Limits, rows: int = 0) -> Batch | None:
-    """The only batch of `items`, if it holds every item whole and in the caller's order; see `plan_steps`."""
+    """The only batch of `items`, if it holds every item whole and in the caller's order; see `plan_steps`.
+
+    `graphs.packing.sole_budget` predicts its budget from counts alone; `speculative_replay._likely_run` predicts the
+    kernels that a call needs.
+    """
     steps = plan_steps(tuple(items), unit, limits, rows)
     alone = len(steps) == 1 and len(steps[0].spans) == 1 and len(steps[0].rows) == len(items)
     return steps[0].batch if alone else None

@@ -197,7 +197,7 @@ def attempt(
 
 
 def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
-    """The run that the shapes of a call predict while its grid is unread."""
+    """The run that the shapes of a call predict while its grid is unread. See also `runner.sole_batch`."""
     tokens, limits = inputs.pixels.shape[:-1].numel(), runtime.limits
     if runtime.graphs is None or limits is None:
         return Run(runtime.plan_tokens(tokens), False, runtime.weights.kinds)

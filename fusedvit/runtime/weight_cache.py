@@ -14,7 +14,7 @@ from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.readback import ContentCheck, ReadBack, StreamMark
 
-# What weights are prepared from, to be compared by `==`, and the version of each parameter, None if it counts none.
+# What weights are prepared from, to be compared by `==`, and each parameter's `_version`, None if it has none.
 Ingredients = tuple[object, list[int | None]]
 _address_of = torch.UntypedStorage.data_ptr
 
@@ -177,7 +177,7 @@ class WeightCache:
             on_prepare: called before weights are prepared on a device.
         """
         self.version = self.prepared = self.changes = self.moves = self.repeats = 0
-        self._asked = False
+        self._asked = False  # the next preparation was asked for (release, refresh, …) and does not count in `changes`
         self._source = source
         self._on_move = on_move
         self._on_loss = on_loss

@@ -25,8 +25,9 @@ SPARE_UNIT = UNIT // 8  # of 64 rows of 8 columns: the tail of a head of 72, or 
 class SmemLayout(NamedTuple):
     """Where operands begin in one array of shared memory, whose WGMMAs and barriers find them by address.
 
-    Each offset is in the unit that the view of that operand is indexed by. Heads of 64 and 80 have queries, keys,
-    values, their tails, then ones; heads of 72 have the tails, which are narrower, first. Barriers lie behind all.
+    Offsets are in units, a different one per operand (below), as the kernel's views are indexed in them. Heads of 64
+    and 80 have queries, keys, values, their tails, then ones; heads of 72 have the tails, which are narrower, first.
+    Barriers lie behind all.
 
     Attributes:
         q, k, v: in `UNIT`.
@@ -211,7 +212,7 @@ def spills(config: HopperAttentionConfig) -> bool:
 
 
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
-PICTURE = 2.0  # contents of a budget that one picture which fills it counts for
+PICTURE = 2.0  # weight of the case that one picture fills the budget, in the choice of a schedule; of others 1
 WINDOW = 64  # tokens of an attention window
 SHORT_FRAME = 4096  # tokens of the longest frame of the first list of two; longer ones are in the other
 TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from which two lists are faster: an empty launch takes 2.3 us
@@ -265,9 +266,9 @@ def two_lists(rows: int, head_dim: int) -> bool:
 
 
 def contents(rows: int, kind: str) -> list[tuple[int, int]]:
-    """(frames, tokens of each) that a budget of `rows` is judged by: one picture, several, a video's frames.
+    """Typical batches of a budget of `rows`, as (frames, tokens of each): one picture, several, a video's frames.
 
-    Each fills more than four fifths: nearly what falls into it, and of several lengths. Frames of `kind` only.
+    Each fills more than four fifths of the budget. Only frames of `kind`.
     """
     if kind == WINDOWS:
         return [(max(1, rows // WINDOW), WINDOW)]

@@ -29,8 +29,9 @@ PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "gelu",
     "bias", "norm+quick_gelu", "stats", "rms", "taps", "geglu_tanh", "heads+rope", "rms+heads+rope",
 )  # fmt: skip
-# Rows up to which a launch uses PDL, by the first of these that its epilogue has. A tower's first layer never does: the
-# launch before it writes the row count. Of long launches only those with a residual gain (docs/kernels.md).
+# Largest row count at which a launch uses PDL: that of the first key that its epilogue's kind contains, else 0. A
+# tower's first layer never uses PDL, as the launch before it writes the row count. Of long launches only those with a
+# residual gain (docs/kernels.md).
 PDL_ROWS = {"residual": math.inf, "rope": PDL_MAX_ROWS, "norm": 3072, "rms": 3072}
 OF_MERGED = {"norm+gelu", "gelu", "bias"}  # epilogues of layers over merged tokens, a quarter of the patches
 MERGE_UNIT = 4
@@ -239,7 +240,7 @@ def spills(config: HopperGemmConfig, kind: str) -> bool:
 
 
 def hopper_gemm_candidates(rows: int, n: int, k: int, target: Target, kind: str) -> list[HopperGemmConfig]:
-    """Configurations worth timing; arguments as of `hopper_gemm_config`."""
+    """Configurations worth timing; arguments as of `gemm_swap_ab_configs.hopper_gemm_config`."""
     if not supports(n, k, kind):
         return []
     found = [replace(c, max_programs=target.num_sms, pdl=uses_pdl(rows, kind)) for c, _ in _TILES]

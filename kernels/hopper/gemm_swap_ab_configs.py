@@ -1,5 +1,8 @@
-"""Tiles of the swap-AB Hopper GEMM, and the heuristic that chooses between them and those of `gemm_configs`: the few
-which a layer has for all row budgets, and of them the fastest for one."""
+"""Tiles of the swap-AB Hopper GEMM, and the heuristic that chooses between them and those of `gemm_configs`.
+
+First the heuristic picks a small set of tiles for a layer, good enough at every row budget, as each tile is a kernel to
+compile (`tiles_of`); then, for one budget, the fastest of the set (`hopper_gemm_config`, `hopper_swap_ab_config`).
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +29,7 @@ UNIT_BYTES = UNIT * UNIT * 2
 MULTIPLE = 8  # rows of a tile are a multiple of this, as columns of a WGMMA
 MOST_ROWS, MOST_CONSUMERS, MOST_STAGES, MOST_WAVES = 192, 4, 18, 4
 LONG_K = 2048  # between those that were timed in towers, 1152 and 4304
-MOST_BUDGET = (
-    3072  # rows up to which the heuristic chooses this backend: at 4096 tiles of 192 x 192 are as fast in `gemm`
-)
+MOST_BUDGET = 3072  # rows up to which this backend is chosen: at 4096, tiles of 192 x 192 are as fast in `gemm`
 # Registers of a thread: of the launch, of a consumer, of the producer, by consumers.
 _REGISTERS = {1: (168, 232, 40), 2: (168, 232, 40), 3: (128, 160, 32), 4: (96, 120, 24)}
 UNSUPPORTED = {"taps", "heads", "swiglu", "geglu_tanh"}  # of the epilogues of `gemm_configs`
@@ -224,7 +225,7 @@ def _unscheduled(rows: int, n: int, k: int, target: Target, kind: str) -> list[H
     return [config for config in every if config is not None and not spills(config, kind)]
 
 
-# How much slower than the fastest tile one may be, by the cost model, so that it stands for that one too: a tile is a
+# A tile may replace the fastest one of a budget if the cost model has it at most this much slower: each tile is a
 # kernel to compile. Layers that a tower has once, or once per merger, may lose more, in small batches most.
 TOLERANCE = 0.02
 RARE = {"norm+gelu": (0.12, 0.04), "bias": (0.12, 0.04), "gelu": (0.25, 0.05), "taps+stats": (0.3, 0.3),
@@ -235,7 +236,7 @@ RARE = {"norm+gelu": (0.12, 0.04), "bias": (0.12, 0.04), "gelu": (0.25, 0.05), "
 def hopper_swap_ab_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
 ) -> HopperSwapABConfig | None:
-    """The fastest tile of `tiles_of`; None where that is one of `gemm_configs` or nothing runs.
+    """The fastest tile of `tiles_of`; None if that is one of `gemm_configs`, or nothing runs.
 
     Arguments as of `hopper_gemm_config`.
     """
@@ -247,7 +248,15 @@ def hopper_swap_ab_config(
 def hopper_gemm_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
 ) -> HopperGemmConfig | None:
-    """`gemm_configs.hopper_gemm_config` among the tiles of `tiles_of`."""
+    """The fastest of the tiles of `tiles_of` that are of `gemm_configs`, without those of swap-AB; None if none runs.
+
+    Args:
+        rows: row budget.
+        n, k: output and input features.
+        dtype: of the operands.
+        target: the GPU, or the part of it that the launch is bounded to.
+        kind: the epilogue, as in `kernels.backends.Key`.
+    """
     best = _scheduled(rows, n, k, dtype, target, kind, without_swap_ab=True)
     assert best is None or isinstance(best, HopperGemmConfig), f"expected a tile of the GEMM, got {best}"
     return best
@@ -286,8 +295,9 @@ def _model(tile: Tile, n: int, k: int, target: Target, kind: str) -> Callable[[i
 
 
 def _most(kind: str) -> int:
-    """Rows up to which swap-AB is chosen. A norm over merged tokens ends where the blocks' layers end that write its
-    statistics: it would need a kernel for each of their widths, which the GEMM reads at run time."""
+    """Rows up to which swap-AB is chosen. The norm before a merger reads statistics in parts as wide as the tiles of
+    the layer that wrote them: swap-AB would need a kernel for each of these widths, which the GEMM reads at run
+    time."""
     return MOST_BUDGET // 4 if kind == "norm+gelu" else MOST_BUDGET
 
 

@@ -16,14 +16,15 @@ class OwnCode:
 
     Attributes:
         foreign: the first code that is not transformers' or torch's own, and where it is; "" if there is none.
-        slots: (class or module, name) of everything that was followed.
-        registries: (registry of attention functions, name) of what would be looked up.
+        slots: every (class or module, attribute name) that was followed; change detection compares the values by
+            identity.
+        registries: every (registry of attention functions, name) that a call would look up; compared likewise.
         functions: every function that was followed.
         names: every name that the code mentions, including attributes, except names that only affect how gradients are
             computed; and the names in the engine's record.
         optional: attributes that the code reads by `getattr` or `hasattr`, and can do without.
         methods: names of the methods, apart from `forward`, that a class's code calls.
-        absent: (live keys of a class or module, names that they must not have, as these would hide what is found now).
+        absent: (live keys of a class or module, names that it must not gain, as they would shadow what was followed).
     """
 
     foreign: str
