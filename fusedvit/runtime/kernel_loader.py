@@ -8,9 +8,10 @@ being compiled and the cache is not empty, the first call of a run launches at o
 The loader keeps one `RunState` for each run. Its `stage` changes as follows:
 
     NEW ──► WANTED          A call needed the run and took the original code. Budgets of the ladder follow (`_refuse`).
-    WANTED ──► READY        The thread has tried the run and found all of its kernels (`_try`), except those that do
-                            not compile, whose launches raise the compiler's error. A try that misses kernels requests
-                            them, and the run stays wanted; the next try follows when they are compiled.
+    WANTED ──► READY        The thread has tried the run (`_find_kernels_of`) and found all of its kernels, except
+                            those that do not compile, whose launches raise the compiler's error. A try that misses
+                            kernels requests them, and the run stays wanted; the next try follows when they are
+                            compiled.
     NEW, WANTED ──► READY   A call that waits has tried the run (`_wait_for`), or its launches found every kernel in
                             Triton's cache (`guard`, `cached`).
     READY ──► WANTED        A launch needs a kernel that the try has not listed (`guard`).
@@ -174,7 +175,7 @@ class KernelLoader:
         self._kernels: dict[object, Kernel] = {}  # by what decides their code
         self._no_room = ""  # why launches here cannot compile
         self._worked = 0.0  # CPU time at which the thread's last rest ended
-        self._asked = self._waiters = 0
+        self._orders = self._waiters = 0
         self._trying = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -345,9 +346,9 @@ class KernelLoader:
         state = self._state(run)
         if state.stage is Stage.READY or state.order < ASKED_FOR:
             return
-        self._asked += 1
+        self._orders += 1
         # `missing` is emptied so that the thread tries the run again and requests its kernels in the new order.
-        self._note([run], stage=Stage.WANTED, order=float(self._asked), missing=frozenset())
+        self._note([run], stage=Stage.WANTED, order=float(self._orders), missing=frozenset())
 
     def _by_likelihood(self, kinds: tuple[int, ...]) -> list[int]:
         """Budgets that are not ready, those near what calls asked for first."""
@@ -384,18 +385,18 @@ class KernelLoader:
                 self._note_unwanted(wanted)
                 self._thread = None
                 return False
-            run = min(self._free(wanted), key=wanted.__getitem__, default=None)
+            run = min(self._not_blocked(wanted), key=wanted.__getitem__, default=None)
             if run is None:
                 service.changed.wait(1.0)
                 return True
-        self._try(run, wanted[run], patient=True)
+        self._find_kernels_of(run, wanted[run], patient=True)
         return True
 
-    def _free(self, runs: Iterable[Run]) -> list[Run]:
+    def _not_blocked(self, runs: Iterable[Run]) -> list[Run]:
         """Those of `runs` that the thread may try: no kernel that they miss is being compiled."""
         return [run for run in runs if not self._service.waits_for(self._state(run).missing)]
 
-    def _try(self, run: Run, order: float, patient: bool) -> bool:
+    def _find_kernels_of(self, run: Run, order: float, patient: bool) -> bool:
         """Finds the kernels of `run` and requests the missing ones; the run is ready if none is. Returns False, with
         nothing known, if the weights were given back or the process ends."""
         weights, service, missing = self._weights(), self._service, set[str]()
@@ -478,9 +479,9 @@ class KernelLoader:
         with service.used(), self._hurry():
             service.start_early()
             while left and not service.broken:
-                if not all([self._try(run, 0.0, patient=False) for run in self._free(left)]):
+                if not all([self._find_kernels_of(run, 0.0, patient=False) for run in self._not_blocked(left)]):
                     return  # nobody else may ever prepare weights
                 with service.changed:
                     left = [run for run in left if run not in self.ready]
-                    if left and not self._free(left):
+                    if left and not self._not_blocked(left):
                         service.changed.wait(1.0)

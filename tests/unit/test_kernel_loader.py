@@ -309,12 +309,12 @@ def test_the_thread_rests_longer_than_it_works(compiler: FakeCompiler) -> None:
         mock.patch.object(compiler, "ending", ending),
         mock.patch("fusedvit.runtime.kernel_loader.time.thread_time", lambda: now[0]),
     ):
-        loader._try(graph(32), 1.0, patient=True)
-        loader._try(graph(64), 2.0, patient=True)
-        loader._try(graph(128), ASKED_FOR, patient=True)
-        loader._try(graph(256), 1.0, patient=False)
+        loader._find_kernels_of(graph(32), 1.0, patient=True)
+        loader._find_kernels_of(graph(64), 2.0, patient=True)
+        loader._find_kernels_of(graph(128), ASKED_FOR, patient=True)
+        loader._find_kernels_of(graph(256), 1.0, patient=False)
         with loader._hurry():
-            loader._try(graph(512), 1.0, patient=True)
+            loader._find_kernels_of(graph(512), 1.0, patient=True)
     assert rests == pytest.approx([0.002, 0.008, 0.1, 0.002, 0.008, 0.1, 0.004, 0.016, 0.1])
 
 
