@@ -71,7 +71,8 @@ def _make(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--out: {out} cannot be made: {error.strerror}") from None
+        why = "a folder expected, got a file" if isinstance(error, FileExistsError) else error.strerror
+        raise InputError(f"--out: {out} cannot be made: {why}") from None
     if not os.access(out, os.W_OK):
         raise InputError(f"--out: {out} cannot be written to")
 

@@ -22,6 +22,7 @@ from fusedvit.api import fuse, unfuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.cores import available_cores
+from fusedvit.corpus import origin, shards
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.loading import check_model, check_options, device_and_dtype, loaded, processors_of
 from fusedvit.corpus.shards import Embedded
@@ -56,7 +57,8 @@ class Embedder:
 
     A batch is a dictionary of columns. The first column present of `image`, `bytes`, `path`, `file` and `image_path` is
     read. It holds paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, Pillow images, or
-    uint8 pixels `[H, W, 3]` as `ray.data.read_images` returns them. These columns are added:
+    uint8 pixels `[H, W, 3]`: arrays as `ray.data.read_images` returns them, or tensors in a column of Arrow's or Ray's.
+    These columns are added:
 
         embedding   [out] fp32, the mean of an image's tokens; or [tokens, width] with `output="tokens"`
         grid_thw    (frames, rows, columns) in patches; zeros on an error
@@ -111,6 +113,12 @@ class Embedder:
         parameter = next(find_tower(self._model).parameters())
         self._device, self.dtype = parameter.device, torch.float32 if output == "mean" else parameter.dtype
         self._patches, self._waited, self._tower_seconds = 0, 0.0, 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the embedder was built with: `datasets` finds results in its cache by a hash of the pickled state, which
+        calls must not change."""
+        answer = None if self._encode else self._answer
+        return vars(self) | {"_patches": 0, "_waited": 0.0, "_tower_seconds": 0.0, "_answer": answer}
 
     @property
     def handle(self) -> Any:
@@ -302,8 +310,15 @@ class Embedder:
 
 
 def embedder_of(job: Job) -> Embedder:
-    """The embedder of a job, on `job.device` or the visible GPU. Raises as `Embedder`."""
-    return Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
+    """The embedder of a job that has begun, on `job.device` or the visible GPU.
+
+    Raises:
+        InputError, UnsupportedModel: as `Embedder`; or the checkpoint is no longer the one that the job began with.
+    """
+    embedder = Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
+    # After loading: an actor of Ray's may start, or start again, hours after the job.
+    shards.check(Path(job.out), origin.checkpoint(job.model), part=True)
+    return embedder
 
 
 class _Answer(NamedTuple):

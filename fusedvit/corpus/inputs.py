@@ -11,10 +11,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from fusedvit.corpus.samples import table_digest
 from fusedvit.corpus.values import COLUMNS, PATHS, content_of
 from fusedvit.errors import InputError, attempted, first_line
 from fusedvit.pixels.formats import suffixes
-from fusedvit.pixels.media import MediaError, Source, is_url
+from fusedvit.pixels.media import MediaError, NamedBytes, Source, is_url
 
 LISTS, TABLES = (".txt", ".lst"), (".parquet",)
 _NAMED = 8  # suffixes in a message
@@ -28,11 +29,13 @@ class Input:
         id: unique: a file's path as it was found, or a table's value (`id`, else a path, else TABLE:ROW).
         path: the path of the file, or of the table.
         row: the row of the table; -1 for a file.
+        table: the digest of the table's content as it was listed; "" for a file.
     """
 
     id: str
     path: Path
     row: int = -1
+    table: str = ""
 
 
 def collect(given: Sequence[str | Path], left_out: Counter[str] | None = None) -> list[Input]:
@@ -77,7 +80,7 @@ def sources(inputs: Sequence[Input]) -> Iterator[Source]:
     """The source of each input, for `fusedvit.pixels.stream`.
 
     Raises:
-        InputError: a table cannot be read.
+        InputError: a table cannot be read, or holds other content than when it was listed.
     """
     table: _Table | None = None  # one at a time: inputs come in the order of their tables
     for each in inputs:
@@ -85,14 +88,9 @@ def sources(inputs: Sequence[Input]) -> Iterator[Source]:
             yield each.path
             continue
         if table is None or table.path != each.path:
-            table = _table_of(each.path)
+            table = _open_table(each.path, each.table)  # stays open for the next shards, with a group of rows in memory
+            table.check()
         yield table.content(each.row)
-
-
-def _table_of(path: Path) -> "_Table":
-    """The table as it is now. The last table stays open, with a group of rows in memory, for the next shards."""
-    known = _reading(path, path.stat)
-    return _open_table(path, known.st_mtime_ns, known.st_size)
 
 
 def _inputs_of(given: str | Path, left_out: Counter[str]) -> Iterator[Input]:
@@ -183,6 +181,7 @@ def _text(path: Path) -> str:
 def _rows_of(table: Path) -> Iterator[Input]:
     import pyarrow.parquet
 
+    content = _reading(table, lambda: table_digest(table))  # first: `_Table.check` finds what changes from here on
     schema = _reading(table, lambda: pyarrow.parquet.read_schema(table))
     column = _column_of(table, schema)
     wanted = [name for name in ("id", *PATHS) if name in schema.names][:1]
@@ -195,9 +194,9 @@ def _rows_of(table: Path) -> Iterator[Input]:
         if called is None or called[row] is None:
             if wanted == ["id"]:
                 raise InputError(f"{table}: an id of every row expected, got null in row {row}")
-            yield Input(row_name(table, row), table, row)
+            yield Input(row_name(table, row), table, row, content)
         else:
-            yield Input(str(called[row]), table, row)
+            yield Input(str(called[row]), table, row, content)
 
 
 def row_name(table: Path, row: int) -> str:
@@ -254,38 +253,66 @@ def _may_name_a_file(kind: Any) -> bool:
 
 
 class _Table:
-    """The contents of one table's column of files; one row group is in memory."""
+    """The contents of one table's column of files; one row group is in memory.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        digest: the `table_digest` that the file must have as long as rows are read from it.
+    """
+
+    def __init__(self, path: Path, digest: str) -> None:
         import pyarrow.parquet
 
-        self.path = path
+        self.path, self._digest = path, digest
+        self._checked: tuple[int, ...] = ()  # the file's size and times when its digest was last compared
+        self.check()
         self._file = _reading(path, lambda: pyarrow.parquet.ParquetFile(path))
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._ends = list(accumulate(groups))
         self._column = _column_of(path, self._file.schema_arrow)
         self._last: tuple[int, Any] = (-1, None)  # a group's number and values: one tuple, read by threads at once
 
+    def check(self) -> None:
+        """Raises InputError if the file holds other content than when it was listed."""
+        found = _reading(self.path, self.path.stat)
+        now = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        if now == self._checked:
+            return
+        digest = _reading(self.path, lambda: table_digest(self.path))
+        if digest != self._digest:
+            expected = f"{self.path}: the table that the job began with expected, got another"
+            back = "put it back to go on, or choose another output folder"
+            raise InputError(f"{expected} (digest {self._digest}, now {digest}); {back}")
+        self._checked = now
+
     def content(self, row: int) -> Source:
         """A file's bytes, or its path relative to the table's folder; an error where the row holds neither."""
-        group = bisect_right(self._ends, row)
-        if group == len(self._ends):
-            raise InputError(f"{self.path}: row {row} is gone since the job began")
-        known, values = self._last
-        if known != group:
-            values = _reading(self.path, lambda: self._file.read_row_group(group, columns=[self._column]))[self._column]
-            self._last = group, values
-        value = attempted(lambda: content_of(values[row - (self._ends[group - 1] if group else 0)]))
+        values, first = self._group_of(row)
+        value = attempted(lambda: content_of(values[row - first]))
         if isinstance(value, Exception):  # text that is not UTF-8, which Arrow does not check
             return MediaError(f"a file's bytes or path expected, got what does not convert: {first_line(value)}")
         if isinstance(value, str) and value:
             return value if is_url(value) else self.path.parent / value
-        return value if value and isinstance(value, bytes) else MediaError("a file's bytes or path expected, got none")
+        if value and isinstance(value, bytes):
+            return NamedBytes(value, row_name(self.path, row))
+        return MediaError("a file's bytes or path expected, got none")
+
+    def _group_of(self, row: int) -> tuple[Any, int]:
+        """The values of the group that holds a row, and its first row."""
+        group = bisect_right(self._ends, row)
+        known, values = self._last
+        if known != group:
+            try:
+                read = functools.partial(self._file.read_row_group, group, columns=[self._column])
+                values = _reading(self.path, read)[self._column]
+            finally:  # also if it does not read: another table may have been written into the open file
+                self.check()
+            self._last = group, values
+        return values, self._ends[group - 1] if group else 0
 
 
 @functools.lru_cache(maxsize=1)
-def _open_table(path: Path, changed: int, size: int) -> _Table:
-    return _Table(path)
+def _open_table(path: Path, digest: str) -> _Table:
+    return _Table(path, digest)
 
 
 def _reading(path: Path, read: Callable[[], Any]) -> Any:

@@ -30,7 +30,7 @@ from fusedvit.errors import InputError, named
 from fusedvit.pixels.ahead import submitted
 from fusedvit.pixels.media import Source
 
-VERSION = 3  # of the record `Job.document`
+VERSION = 4  # of the record `Job.document`
 LISTED = 1000  # the most failed inputs that a run lists
 UNWRITTEN = 2  # shards that may wait to be written
 WORKER = "fusedvit.corpus.worker"
@@ -120,7 +120,7 @@ class Job:
         `dtype` is the tower's dtype.
 
         Raises:
-            InputError: the checkpoint or a table cannot be read.
+            InputError: the checkpoint cannot be read.
         """
         kept = {name: getattr(self, name) for name in ("model", "output", "deepstack", "shard_size")}
         return kept | {

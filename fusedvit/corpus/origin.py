@@ -5,7 +5,6 @@ gigabytes, and training changes all of a tensor. A copy of a checkpoint on anoth
 digest.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,16 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fusedvit.checkpoint import ADAPTER, tower_config
+from fusedvit.corpus import samples
 from fusedvit.corpus.inputs import Input, row_name
 from fusedvit.errors import InputError, first_line
 
 CONFIG = "config.json"
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
-_SAMPLE = 512  # bytes, at the beginning, the middle and the end of a tensor
-_SAMPLES = 256  # of a file without a list of tensors
-_TAIL = 64 * 2**10  # bytes at a file's end: a parquet table's footer
-_SMALL = 16 * 2**20  # bytes up to which a table is read whole
 _NAMED = 8  # of a job's inputs as given, in its document
 _LONGEST_HEAD = 100 * 2**20  # bytes of a safetensors header, the limit of its own library
 
@@ -41,34 +37,23 @@ def checkpoint(where: str) -> dict[str, str]:
     try:
         weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
         return {
-            "config": _digest(_document(folder / name) for name in (CONFIG, ADAPTER)),
-            "processor": _digest(_document(folder / name) for name in PROCESSORS),
-            "weights": _digest(part for path in weights for part in _weights(path)),
+            "config": samples.digest(_document(folder / name) for name in (CONFIG, ADAPTER)),
+            "processor": samples.digest(_document(folder / name) for name in PROCESSORS),
+            "weights": samples.digest(part for path in weights for part in _weights(path)),
         }
     except OSError as error:
         raise InputError(f"{where}: a checkpoint that cannot be read: {first_line(error)}") from None
 
 
 def tables(inputs: Iterable[Input]) -> str:
-    """A digest of the tables whose inputs are named by a row's number only; "" without any.
-
-    Raises:
-        InputError: one of them cannot be read.
-    """
-    numbered = dict.fromkeys(each.path for each in inputs if each.row >= 0 and each.id == row_name(each.path, each.row))
-    try:
-        return _digest(part for path in numbered for part in _file(path)) if numbered else ""
-    except OSError as error:
-        raise InputError(f"a table that cannot be read: {first_line(error)}") from None
+    """A digest of the tables whose inputs are named by a row's number only; "" without any."""
+    numbered = {each.path: each.table for each in inputs if each.row >= 0 and each.id == row_name(each.path, each.row)}
+    return samples.digest(table.encode() for table in numbered.values()) if numbered else ""
 
 
 def files(inputs: Iterable[Input]) -> str:
-    """A digest of the inputs apart from their names: the real path of each file, and the real path and sampled content
-    of each table.
-
-    Raises:
-        InputError: a table cannot be read.
-    """
+    """A digest of the inputs apart from their names: the real path of each file, and the real path and content of each
+    table."""
     folders, tables = _Resolved(), set[Path]()
 
     def parts() -> Iterator[bytes]:
@@ -79,13 +64,10 @@ def files(inputs: Iterable[Input]) -> str:
             if each.path not in tables:
                 tables.add(each.path)
                 yield folders.file(each.path)
-                yield from _table(each.path)
+                yield each.table.encode()
             yield each.row.to_bytes(8, "little")
 
-    try:
-        return _digest(parts())
-    except OSError as error:
-        raise InputError(f"a table that cannot be read: {first_line(error)}") from None
+    return samples.digest(parts())
 
 
 class _Resolved:
@@ -111,14 +93,6 @@ def _real(path: str) -> str:
         return path
 
 
-def _table(path: Path) -> Iterator[bytes]:
-    """A table's content: all of it if it is small, as tables of paths are, else the samples of `_file`."""
-    if path.stat().st_size <= _SMALL:
-        yield path.read_bytes()
-    else:
-        yield from _file(path)
-
-
 def given(sources: Sequence[str]) -> list[str]:
     """Real paths of the first of the job's folders, files, lists and tables, for messages."""
     return [os.fsencode(_real(each)).decode("utf-8", "backslashreplace") for each in sources[:_NAMED]]
@@ -139,13 +113,6 @@ def _commit_of(where: str) -> str:
     except Exception as error:  # OSError, and the hub's errors if it is not reached
         raise InputError(f"{where}: no config that transformers reads: {first_line(error)}") from None
     return "" if found is None else Path(found).parent.name
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    hashed = hashlib.sha256()
-    for part in parts:
-        hashed.update(len(part).to_bytes(8, "little") + part)
-    return hashed.hexdigest()[:32]
 
 
 def _document(path: Path) -> bytes:
@@ -169,11 +136,11 @@ def _weights(path: Path) -> Iterator[bytes]:
         head = _head_of(file) if path.suffix == ".safetensors" else b""
         bounds = _bounds_in(head)
         if bounds is None:
-            yield from _file(path)
+            yield from samples.of_file(path)
             return
         yield head
         for begin, end in bounds:
-            yield _sample(file, 8 + len(head) + begin, 8 + len(head) + end)
+            yield samples.sample(file, 8 + len(head) + begin, 8 + len(head) + end)
 
 
 def _head_of(file: BinaryIO) -> bytes:
@@ -189,27 +156,3 @@ def _bounds_in(head: bytes) -> list[tuple[int, int]] | None:
         return sorted((int(begin), int(end)) for begin, end in found)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _sample(file: BinaryIO, begin: int, end: int) -> bytes:
-    """All bytes from `begin` to `end` if they are few, else those of both ends and the middle."""
-    if end - begin <= 3 * _SAMPLE:
-        file.seek(begin)
-        return file.read(max(0, end - begin))
-    found = b""
-    for at in (begin, (begin + end - _SAMPLE) // 2, end - _SAMPLE):
-        file.seek(at)
-        found += file.read(_SAMPLE)
-    return found
-
-
-def _file(path: Path) -> Iterator[bytes]:
-    """A file's size, its end, and samples throughout it."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        yield size.to_bytes(8, "little")
-        file.seek(max(0, size - _TAIL))
-        yield file.read()
-        step = max(1, -(-size // _SAMPLES))
-        for begin in range(0, size, step):
-            yield _sample(file, begin, min(size, begin + step))

@@ -88,19 +88,20 @@ def start(out: Path, job: dict[str, Any]) -> None:
                 raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
             _write_new(known, json.dumps(job, indent=2, sort_keys=True) + "\n")
     except OSError as error:
-        raise InputError(f"{out}: cannot be used as output: {error.strerror}") from None
+        why = "a folder expected, got a file" if isinstance(error, FileExistsError) else error.strerror
+        raise InputError(f"{out}: cannot be used as output: {why}") from None
     check(out, job)
 
 
-def check(out: Path, job: dict[str, Any]) -> None:
-    """Raises InputError if the shards of a folder are of another job."""
+def check(out: Path, job: dict[str, Any], part: bool = False) -> None:
+    """Raises InputError if the shards of a folder are of another job; `part`: only what `job` holds is compared."""
     try:
         known = json.loads((out / JOB).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{out}: cannot be used as output: {JOB}: {first_line(error)}") from None
     if not isinstance(known, dict):
         raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
-    differs = resuming.difference(known, json.loads(json.dumps(job)))
+    differs = resuming.difference(known, (known if part else {}) | json.loads(json.dumps(job)))
     if differs:
         raise InputError(f"{out}: {differs}")
 

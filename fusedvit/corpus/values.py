@@ -112,8 +112,11 @@ def is_one_row(values: Any) -> bool:
 
 
 def content_of(value: Any) -> Any:
-    """A file's bytes, else its path, from an Arrow value or {"bytes": …, "path": …}. Where there are bytes the path is
-    not converted, as it may be in any encoding. Raises Arrow's error for a value that does not convert."""
+    """A file's bytes, else its path, from an Arrow value or {"bytes": …, "path": …}; the array of a tensor in a column
+    of Arrow's or Ray's. Where there are bytes the path is not converted, as it may be in any encoding. Raises Arrow's
+    error for a value that does not convert."""
+    if hasattr(value, "to_numpy"):
+        return value.to_numpy()
     while hasattr(value, "as_py") and hasattr(value, "value"):  # of a dictionary or extension type
         value = value.value
     if isinstance(value, Mapping):  # Arrow's structs too

@@ -185,6 +185,11 @@ class VisionSpec:
         if wrong or len(set(blocks)) != len(blocks):
             raise ValueError(f"fusedvit: {name} must name distinct blocks of 0..{self.depth - 1}, got {list(blocks)}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields. Cached properties come with calls, and would change the hash of a pickled model, by which
+        `datasets` finds its cached results."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @cached_property  # read before a call's first launch, while the GPU is idle
     def patch_width(self) -> int:
         """Values of a flattened patch: channels, frames, rows, columns."""

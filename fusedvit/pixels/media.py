@@ -99,6 +99,17 @@ class Media:
     kept: tuple[int, ...] = (0,)
 
 
+class NamedBytes(bytes):
+    """A file's contents, which results and messages call `name` instead of "bytes 3"."""
+
+    name: str
+
+    def __new__(cls, content: bytes, name: str = "") -> "NamedBytes":  # pickle gives no name here and sets it later
+        built = super().__new__(cls, content)
+        built.name = name
+        return built
+
+
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | np.ndarray | Media | MediaError
 SOURCES = (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Media, MediaError)
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
@@ -247,7 +258,9 @@ class _Given(NamedTuple):
 
 def _opened(source: Source, index: int) -> _Given:
     if isinstance(source, bytes | bytearray | memoryview):
-        return _Given(f"bytes {index}", f"bytes {index}", bytes(source), len(source), video_format(bytes(source[:16])))
+        content = source if isinstance(source, bytes) else bytes(source)
+        shown = _printable(getattr(source, "name", "")) or f"bytes {index}"
+        return _Given(os.path.basename(shown), shown, content, len(content), video_format(content[:16]))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"fusedvit: sources must be paths or bytes, got {type(source).__name__}")
     if is_url(str(source)):
@@ -456,9 +469,9 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
         raise InputError(f'{given.shown}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
     try:
         with given.open() as file, av.open(file, format=given.video, metadata_errors="replace") as container:
-            if not container.streams.video:
+            stream = container.streams.best("video")  # as torchcodec does: the first may be a cover picture
+            if stream is None:
                 raise MediaError(f"{given.shown}: one video stream expected, got none")
-            stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             yield container, stream
     except MediaError:

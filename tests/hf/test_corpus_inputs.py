@@ -1,6 +1,7 @@
 """What a corpus is made of: folders, files, lists and tables, and what is none of these."""
 
 import inspect
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -13,17 +14,20 @@ pytest.importorskip("pyarrow")
 
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
-from fusedvit.corpus import inputs  # noqa: E402
+from fusedvit.corpus import inputs, shards  # noqa: E402
+from fusedvit.corpus import job as corpus_job  # noqa: E402
+from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
-from tests.support.checkpoint import noisy_pictures  # noqa: E402
+from fusedvit.pixels import streaming  # noqa: E402
+from fusedvit.serving import ray as on_ray  # noqa: E402
+from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
 
+__all__ = ["checkpoint", "pictures"]  # fixtures
 COUNT = 5
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return noisy_pictures(tmp_path_factory.mktemp("pictures"), COUNT, (40, 50), "04.png")
+PICTURES = COUNT, (40, 50), "04.png"
 
 
 @pytest.mark.parametrize(
@@ -97,3 +101,96 @@ def test_inputs_of_one_name(pictures: Path) -> None:
 def written(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
+
+
+# ── what is replaced while a job works ────────────────────────────────────────────────────────────────────────────────
+
+
+def table_of(contents: list[bytes], path: Path) -> Path:
+    names = [f"picture {i}" for i in range(len(contents))]
+    pyarrow.parquet.write_table(pyarrow.table({"id": names, "image": contents}), path)
+    return path
+
+
+def test_a_table_that_is_replaced_while_a_job_works(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one of the same names. Shards of the first one stay, and the job goes on once it is put back."""
+    contents = [path.read_bytes() for path in sorted(pictures.glob("*.png"))[:4]] * 20
+    table, kept = table_of(contents, tmp_path / "t.parquet"), tmp_path / "kept"
+    shutil.copy(table, kept)
+    job = corpus_job.Job(str(checkpoint), (str(table),), str(tmp_path / "out"), shard_size=1, device="cpu")
+    monkeypatch.setattr(streaming, "_DECODED_BYTES", 1)
+    begun: list[int] = []
+
+    def replaced(shard: corpus_job.ShardDone, total: int) -> None:
+        if not begun:
+            table_of(contents[::-1], table)
+        begun.append(shard.number)
+
+    with pytest.raises(InputError, match=f"{table}: the table that the job began with expected, got another .digest"):
+        corpus_job.run(job, [], embedder_of, replaced)
+    there = shards.committed(tmp_path / "out")
+    assert there == set(begun) and 0 < len(there) < len(contents)
+    with pytest.raises(InputError, match=r"inputs of the same names .* or are a table of other content"):
+        corpus_job.run(job, [], embedder_of, replaced)
+    shutil.copy(kept, table)
+    corpus_job.run(job, [], embedder_of, replaced)
+    assert len(shards.committed(tmp_path / "out")) == len(contents)
+    for i, image in enumerate(contents[:4]):
+        (wanted,) = embedder_of(job).embed(image)
+        for number in range(i, len(contents), 4):
+            (row,) = shards.read(tmp_path / "out", number)
+            assert row.id == f"picture {number}" and row.error == ""
+            torch.testing.assert_close(row.rows, wanted.rows, atol=1e-4, rtol=1e-4)
+
+
+def test_a_table_that_is_replaced_before_another_node_decodes(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """Ray's actors get rows that the driver has listed."""
+    contents = [path.read_bytes() for path in sorted(pictures.glob("*.png"))[:4]]
+    table = table_of(contents, tmp_path / "t.parquet")
+    row = {"number": 0, "given": pickle.dumps(inputs.collect([table]))}
+    assert len(pickle.loads(on_ray._Decoder(str(checkpoint))(row)["pixels"])) == 4
+    table_of(contents[::-1], table)
+    with pytest.raises(InputError, match=f"{table}: the table that the job began with expected"):
+        on_ray._Decoder(str(checkpoint))(row)
+
+
+def other_weights(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    moved = {name: tensor + 1e-3 for name, tensor in tensors.items()}
+    save_file(moved, model / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_weights, "the checkpoint's weights"),
+        (lambda model: tiny_processor(32).save_pretrained(model), "the processor's settings"),
+    ],
+)
+def test_a_checkpoint_that_is_replaced_while_a_job_works(
+    checkpoint: Path, pictures: Path, tmp_path: Path, change: Any, said: str
+) -> None:
+    """Before a process of the job loads it."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    job = corpus_job.Job(str(model), (str(pictures),), str(tmp_path / "out"), device="cpu")
+
+    def build(job: corpus_job.Job) -> Any:
+        change(model)
+        return embedder_of(job)
+
+    with pytest.raises(InputError, match=f"out: holds another job: {said} that it was begun with expected, got others"):
+        corpus_job.run(job, [], build, lambda shard, total: None)
+
+
+def test_a_row_that_is_no_picture_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    """By its table and number, wherever the run began."""
+    table = table_of([b"no picture"] * 3, tmp_path / "t.parquet")
+    job = corpus_job.Job(str(checkpoint), (str(table),), str(tmp_path / "out"), shard_size=1, device="cpu")
+    for _ in range(2):
+        corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+        found = [each.error for number in range(3) for each in shards.read(tmp_path / "out", number)]
+        said = "does not decode as an image (no format that Pillow knows)"
+        assert found == [f"{table}:{row}: {said}" for row in range(3)]
+        shutil.rmtree(tmp_path / "out" / "shard-00002")

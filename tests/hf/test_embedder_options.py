@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,68 @@ def test_arrow_tables(checkpoint: Path, pictures: Path, output: str, kind: Any) 
     for mine, theirs in zip(found["embedding"].to_pylist(), wanted["embedding"], strict=True):
         shaped = np.asarray(mine, np.float32).reshape(theirs.shape)
         np.testing.assert_array_equal(shaped, theirs)
+
+
+class Tensor:
+    """A value of Ray's tensor columns in a pandas frame."""
+
+    def __init__(self, pixels: np.ndarray) -> None:
+        self._pixels = pixels
+
+    def to_numpy(self) -> np.ndarray:
+        return self._pixels
+
+
+@pytest.mark.parametrize("kind", [pyarrow.Table, pyarrow.RecordBatch])
+def test_pixels_in_tensor_columns(checkpoint: Path, kind: Any) -> None:
+    """Arrow's, and Ray's in frames; pixels of another dtype, and none, are errors of their rows."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 64, 48, 3), dtype=np.uint8)
+    embedder = fusedvit.Embedder(checkpoint)
+    wanted = embedder({"image": list(pixels)})["embedding"]
+    column = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(pixels)
+    found = embedder(kind.from_arrays([column], names=["image"]))
+    assert found["error"].to_pylist() == [""] * 3 and found["image"].type == column.type
+    np.testing.assert_allclose(np.stack(found["embedding"].to_pylist()), np.stack(wanted), atol=1e-5)
+    as_frame = embedder({"image": list(map(Tensor, pixels))})
+    assert as_frame["error"] == [""] * 3 and np.array_equal(as_frame["embedding"], wanted)
+
+    floats = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(pixels.astype(np.float32))
+    assert "uint8 pixels" in embedder(kind.from_arrays([floats], names=["image"]))["error"][0].as_py()
+    rows = pyarrow.array([pixels[0].ravel(), None], column.type.storage_type)
+    found = embedder(kind.from_arrays([pyarrow.ExtensionArray.from_storage(column.type, rows)], names=["image"]))
+    first, second = found["error"].to_pylist()
+    assert first == "" and "does not convert: Cannot convert data with nulls" in second
+
+
+def ones(model: Any, processor: Any, images: Any) -> torch.Tensor:
+    return torch.ones(len(images), 3)
+
+
+@pytest.mark.parametrize("encode", [None, ones])
+def test_calls_do_not_change_what_is_pickled(checkpoint: Path, pictures: Path, encode: Any) -> None:
+    """`datasets` finds results in its cache by a hash of it; a copy counts from zero."""
+    embedder = fusedvit.Embedder(_model(checkpoint), tiny_processor(), encode=encode)
+    before = _hashed(embedder)
+    assert before == _hashed(embedder)
+    list(embedder.embed(sorted(pictures.glob("*.png"))))
+    assert before == _hashed(embedder)
+    if encode is None:
+        copied = pickle.loads(pickle.dumps(embedder))
+        assert embedder.counters()["patches"] > 0 == copied.counters()["patches"]
+        assert next(copied.embed(pictures / "00.png")).error == ""
+
+
+def _hashed(value: Any) -> list[Any]:
+    """What pickle takes from an object, in order: values, and the names of objects' attributes."""
+    seen: list[Any] = []
+
+    class Taken(pickle.Pickler):
+        def persistent_id(self, each: Any) -> None:
+            if isinstance(each, str | int | float | bool | None):
+                seen.append(each)
+
+    Taken(io.BytesIO()).dump(value)
+    return seen
 
 
 def test_of_several_columns_the_command_and_the_class_read_the_same(

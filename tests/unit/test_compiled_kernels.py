@@ -165,6 +165,13 @@ def test_what_the_command_refuses(
     assert result.exit_code == 2 and said in result.output
 
 
+def test_a_file_in_place_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["compile", "Qwen3-VL-8B", "--gpu", "h100", "--out", str(tmp_path / "file")])
+    assert result.exit_code == 2 and "cannot be made: a folder expected, got a file" in " ".join(result.output.split())
+
+
 def test_every_gpu_has_shared_memory_and_a_name() -> None:
     for name in GPUS:
         target = target_named(name)

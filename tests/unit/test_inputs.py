@@ -1,6 +1,7 @@
 """A corpus as a list of inputs: what is odd becomes an error of its own, a row with its error, or is taken as it is."""
 
 import os
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow.parquet  # noqa: E402
 
 from fusedvit.corpus.inputs import collect, digest, in_words, sources  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
-from fusedvit.pixels.media import MediaError  # noqa: E402
+from fusedvit.pixels.media import MediaError, load  # noqa: E402
 
 
 def table(folder: Path, **columns: Any) -> Path:
@@ -264,7 +265,7 @@ def test_types_that_hold_contents(tmp_path: Path, kind: Any) -> None:
 @pytest.mark.parametrize("group", [3, 10, 40])
 @pytest.mark.parametrize("shard", [1, 4, 40])
 def test_a_group_of_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, shard: int) -> None:
-    """However many shards lie in it; a table that is replaced is read anew, and of several each."""
+    """However many shards lie in it; a table that is replaced and listed again is read anew, and of several each."""
     read, reads = pyarrow.parquet.ParquetFile.read_row_group, []
 
     def counted(self: Any, number: int, **options: Any) -> Any:
@@ -284,12 +285,59 @@ def test_a_group_of_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(reads) == 2 * -(-40 // group)
 
 
-def test_a_table_that_shrinks_or_vanishes(tmp_path: Path) -> None:
+def test_a_table_that_is_replaced_or_vanishes(tmp_path: Path) -> None:
+    """Between two shards; by other contents of other or the same sizes. One that is put back goes on."""
     path = table(tmp_path, image=[b"1", b"2", b"3"])
-    found = collect([path])
-    table(tmp_path, image=[b"1"])
-    with pytest.raises(InputError, match="t.parquet: row 1 is gone since the job began"):
-        list(sources(found))
+    found, kept = collect([path]), path.read_bytes()
+    for others in ([b"1"], [b"3", b"2", b"1"], [b"1", b"2", b"3", b"4"]):
+        assert list(sources(found[:1])) == [b"1"]
+        table(tmp_path, image=others)
+        with pytest.raises(InputError, match=f"{path}: the table that the job began with expected, got another"):
+            next(sources(found[:1]))
+        path.write_bytes(kept)
+        assert list(sources(found)) == [b"1", b"2", b"3"]
     path.unlink()
     with pytest.raises(InputError, match="no parquet file that reads"):
         list(sources(found))
+
+
+@pytest.mark.parametrize("write", ["over the file", "to another file that takes its place"])
+@pytest.mark.parametrize("others", [[b"5", b"6", b"7", b"8"], [b"0" * 999] * 4])
+def test_a_table_that_is_written_within_a_shard(tmp_path: Path, write: str, others: list[bytes]) -> None:
+    """Rows of the group in memory may still come, of other groups none."""
+    path = table(tmp_path, image=[b"1", b"2", b"3", b"4"])
+    given = sources(collect([path]))
+    assert next(given) == b"1"
+    (tmp_path / "new").mkdir()
+    new = table(tmp_path / "new", image=others)
+    if write == "over the file":
+        path.write_bytes(new.read_bytes())
+    else:
+        os.replace(new, path)
+    assert next(given) == b"2"
+    with pytest.raises(InputError, match=f"{path}: the table that the job began with expected, got another"):
+        next(given)
+
+
+def test_a_table_that_is_replaced_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names are the old one's, its contents the new one's."""
+    read_table = pyarrow.parquet.read_table
+
+    def replaced_after(path: Path, **options: Any) -> Any:
+        try:
+            return read_table(path, **options)
+        finally:
+            table(tmp_path, id=["b", "a"], image=[b"2", b"1"])
+
+    monkeypatch.setattr(pyarrow.parquet, "read_table", replaced_after)
+    found = collect([table(tmp_path, id=["a", "b"], image=[b"1", b"2"])])
+    with pytest.raises(InputError, match="the table that the job began with expected"):
+        next(sources(found))
+
+
+def test_errors_of_rows_name_the_table_and_the_row(tmp_path: Path) -> None:
+    path = table(tmp_path, id=["a", "b", "c"], image=[b"1", b"2", b"3"])
+    (source,) = sources(collect([path])[2:])
+    for given in (source, pickle.loads(pickle.dumps(source))):
+        with pytest.raises(MediaError, match=f"^fusedvit: {path}:2: does not decode as an image"):
+            load([b"x", given][1:])

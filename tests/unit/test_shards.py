@@ -359,7 +359,8 @@ def _die_while_writing(out: Path, number: int) -> None:
     "prepare, expected",
     [
         (lambda out: (out.mkdir(), (out / "other").write_text("x")), "not empty"),
-        (lambda out: out.write_text("a file"), "cannot be used"),
+        (lambda out: out.write_text("a file"), "out: cannot be used as output: a folder expected, got a file"),
+        (lambda out: out.symlink_to("/dev/null"), "out: cannot be used as output: a folder expected, got a file"),
         (lambda out: (out.mkdir(), (out / shards.JOB).write_text("{")), "cannot be used"),
         (lambda out: (out.mkdir(), (out / shards.JOB).write_text("[]")), "no job of"),
         (lambda out: shards.start(out, JOB | {"shard_size": 4}), "shard_size was 4 and is 3"),

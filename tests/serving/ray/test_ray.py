@@ -21,6 +21,9 @@ import torch
 
 pytest.importorskip("ray")
 
+import numpy as np  # noqa: E402
+import pyarrow  # noqa: E402
+from ray.data.extensions import ArrowTensorArray  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit.corpus import shards  # noqa: E402
@@ -154,6 +157,19 @@ def test_the_embedder_in_map_batches(cluster: Cluster, checkpoint: Path, picture
     for (_, number, error), wanted in zip(found, expected, strict=True):
         assert error == "" and math.isclose(number, float(wanted.rows[0, 0]), rel_tol=1e-4, abs_tol=1e-5)
     wait(lambda: not cluster.processes())
+
+
+@pytest.mark.parametrize("sizes", [[(64, 48)] * 3, [(64, 48), (70, 90), (40, 44)]], ids=["one shape", "several"])
+def test_pixels_in_columns_of_rays(checkpoint: Path, sizes: list[tuple[int, int]]) -> None:
+    """Tables and frames, as `map_batches` passes them."""
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    table = pyarrow.table({"image": ArrowTensorArray.from_numpy(images)})
+    embedder = fusedvit.Embedder(checkpoint, device="cpu")
+    wanted = np.stack(embedder({"image": images})["embedding"])
+    for found in (embedder(table).to_pydict(), embedder(table.to_pandas())):
+        assert list(found["error"]) == [""] * 3
+        np.testing.assert_allclose(np.stack(found["embedding"]), wanted, atol=1e-5)
 
 
 def test_a_driver_in_another_folder_and_a_shard_that_is_left_out(

@@ -295,6 +295,33 @@ def test_videos_are_turned_as_their_header_says(tmp_path: Path, turn: str) -> No
         assert found.flags["C_CONTIGUOUS"] and found[above].mean() > 180 and found.mean() < 110
 
 
+def _box(kind: bytes, *parts: bytes) -> bytes:
+    content = b"".join(parts)
+    return struct.pack(">I", 8 + len(content)) + kind + content
+
+
+def _with_cover(video: bytes, first: bool) -> bytes:
+    """An MP4 whose header, at its end, gets a cover picture before or after its track."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), (255, 0, 0)).save(file, "JPEG")
+    covers = _box(b"ilst", _box(b"covr", _box(b"data", struct.pack(">II", 13, 0), file.getvalue())))
+    handler = _box(b"hdlr", bytes(8), b"mdirappl", bytes(10))
+    cover = _box(b"udta", _box(b"meta", bytes(4), handler, covers))
+    at = video.index(b"moov") - 4
+    header = video[at + 8 :]
+    size = struct.unpack(">I", header[:4])[0] if first else len(header)
+    return video[:at] + _box(b"moov", header[:size], cover, header[size:])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_cover_picture_is_not_the_video(tmp_path: Path, first: bool) -> None:
+    """FFmpeg lists it among the video streams, in the order of the header."""
+    _greys(tmp_path / "a.mp4", codec="mpeg4")
+    whole = (tmp_path / "a.mp4").read_bytes()
+    found, wanted = load_one(_with_cover(whole, first), frames=4), load_one(whole, frames=4)
+    assert found.source_frames == 60 and np.array_equal(found.frames, wanted.frames)
+
+
 # ── videos of which fewer frames are shown, or decode, than there are packets ─────────────────────────────────────────
 
 
