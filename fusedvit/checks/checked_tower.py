@@ -55,17 +55,15 @@ class CheckedTower:
     _by_state: bool = field(default=False, init=False)
 
     def reason(self) -> Reason | None:
-        """Why the tower as it stands cannot run fused, or None."""
+        """See `Source`."""
         found = attempted(self._reason, AttributeError, TypeError, ValueError, LookupError, ArithmeticError)
         if isinstance(found, Exception):
             return Reason(fallback.MODIFIED, f"it cannot be judged: {type(found).__name__}: {first_line(found)}")
         return found
 
     def is_judged_by_state(self) -> bool:
-        """Whether a change of whatever decided the last `reason` would show in a snapshot.
-
-        It would not for reasons in the config or in the content of buffers, or found before the code is read.
-        """
+        """See `Source`. False for reasons in the config or in the content of buffers, or found before the code is
+        read."""
         return self._by_state
 
     def _reason(self) -> Reason | None:
@@ -125,26 +123,22 @@ class CheckedTower:
         return None
 
     def each_parameter(self) -> Iterator[torch.Tensor]:
-        """Every parameter once."""
+        """See `Source`."""
         return (p for p in self.tower.parameters() if isinstance(p, torch.Tensor))  # a registry may hold any object
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every parameter by name; a shared parameter appears under each of its names."""
+        """See `Source`."""
         named = self.tower.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if isinstance(p, torch.Tensor)}
 
     def read(self) -> list[torch.Tensor]:
-        """The tensors that the tower as it stands computes with: parameters, then buffers on their device."""
+        """See `Source`."""
         device = next(self.tower.parameters()).device
         buffers = [b for b in self._buffers_read().values() if b.device == device and b.numel()]
         return [*self._parameters_read().values(), *buffers]
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
-        """Weights from `parameters`, in the memory of `reuse` if they fit.
-
-        Raises:
-            BeyondFp16: fp16 cannot hold a prepared value.
-        """
+        """See `Source`."""
         plain, products = Plain.of(self.tower), Products()
         buffers = dict(self.tower.named_buffers(remove_duplicate=False))
         new: frozenset[str] = frozenset()
@@ -170,7 +164,7 @@ class CheckedTower:
         )
 
     def snapshot(self) -> Snapshot:
-        """The tower's modules and parameters as they are now."""
+        """See `Source`."""
         return Snapshot.of(self.tower, self._own_code(), self._buffer_names())
 
     def ingredients(self) -> tuple[object, list[int | None]] | None:
