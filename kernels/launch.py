@@ -155,6 +155,12 @@ class KernelJob:
         arguments = tuple(x if isinstance(x, int) else Argument.of(x) for x in given)
         return KernelJob(kernel.fn.__module__, kernel.fn.__name__, arguments, constants, options)
 
+    @property
+    def code(self) -> tuple[Any, ...]:
+        """What determines the machine code: all but the values of integers, for which nothing is specialised."""
+        arguments = tuple(int if isinstance(a, int) else a for a in self.arguments)
+        return self.module, self.name, arguments, *self.constants.items(), *self.options.items()
+
     def kernel(self) -> JITFunction:
         """The kernel that is launched."""
         found: JITFunction = getattr(importlib.import_module(self.module), self.name)
