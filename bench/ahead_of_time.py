@@ -23,7 +23,7 @@ from fusedvit.errors import named_line
 from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_launch, record, target_named
 from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
 from fusedvit.kernels.tile_configs import Target, ladder
-from fusedvit.runtime.tower_launches import tower_launches
+from fusedvit.runtime.tower_launches import launch_tower
 
 TOWERS = {name: GEOMETRIES[name] for name in FAMILIES}
 TOWERS["GLM-4.5V"] = TOWERS["GLM-4.1V-9B"].but(intermediate_size=10944)
@@ -67,7 +67,7 @@ def launches_of(tower: str, dtype: str, budgets: Sequence[int], target: Target) 
     """The launches of graphs of these budgets, in patch tokens, and those around them; each kernel once."""
     family, spec = family_and_spec(TOWERS[tower])
     merged = sorted({max(1, tokens // spec.merge_unit) for tokens in budgets})
-    return list(tower_launches(spec, family.names, DTYPES[dtype], target, takes_bytes=True, budgets=merged))
+    return record(partial(launch_tower, spec, family.names, DTYPES[dtype], target, True, merged))
 
 
 def launches_around(target: Target) -> list[Launch]:
@@ -77,7 +77,7 @@ def launches_around(target: Target) -> list[Launch]:
     towers = [ernie, *((qwen[0], replace(qwen[1], deepstack=qwen[1].deepstack[:n])) for n in range(4))]
     found = record(_launches_of_pixels)
     for (family, spec), dtype in itertools.product(towers, DTYPES.values()):
-        every = tower_launches(spec, family.names, dtype, target, takes_bytes=True, budgets=(1,))
+        every = record(partial(launch_tower, spec, family.names, dtype, target, True, (1,)))
         found += [launch for launch in every if launch.name.startswith(("_load_inputs", "_store_outputs"))]
     return found
 

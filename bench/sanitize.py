@@ -22,14 +22,13 @@ from typing import Any
 import torch
 
 from fusedvit.api import fuse
-from fusedvit.bench.ops import Case, attention_case, linear_case, supported
+from fusedvit.bench.ops import Case, attention_case, compiling_only, linear_case, supported
 from fusedvit.bench.records import need_gpus, passport, run_program, today, write
 from fusedvit.bench.timing import wait
 from fusedvit.bench.towers import GEOMETRIES, Geometry, build_one, class_of, patch_width, shallow, spec_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import InputError
 from fusedvit.kernels import backends, load_inputs, tuning_table
-from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.ops import ops_for
 from fusedvit.model.plan import Task, choose, heuristic, tasks

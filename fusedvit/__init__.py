@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fusedvit.corpus.embedder import Embedder
     from fusedvit.data_parallel import DataParallelEncoder
     from fusedvit.errors import UnsupportedModel
+    from fusedvit.fused_encoder import FusedEncoder
     from fusedvit.model.spec import VisionSpec
 
 __version__ = "0.2.0"  # pyproject.toml reads it from here
@@ -21,6 +22,7 @@ __all__ = [
     "DataParallelEncoder",
     "Embedder",
     "FuseConfig",
+    "FusedEncoder",
     "UnsupportedModel",
     "VisionSpec",
     "__version__",
@@ -34,6 +36,7 @@ _HOMES = {
     "DataParallelEncoder": "fusedvit.data_parallel",
     "Embedder": "fusedvit.corpus.embedder",
     "FuseConfig": "fusedvit.config",
+    "FusedEncoder": "fusedvit.fused_encoder",
     "UnsupportedModel": "fusedvit.errors",
     "VisionSpec": "fusedvit.model.spec",
     "fuse": "fusedvit.api",

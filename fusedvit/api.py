@@ -22,7 +22,7 @@ from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
 from fusedvit.checks.own_forward import bypass
 from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
-from fusedvit.config import FuseConfig, check_config
+from fusedvit.config import FuseConfig, check_config, takes_config
 from fusedvit.errors import Reason, UnsupportedModel, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
@@ -46,7 +46,7 @@ class _Turn:
         self.lock = threading.RLock()
         renew_in_children(self)
 
-    def renew_locks(self) -> None:
+    def _renew_locks(self) -> None:
         """See `forks`. If a thread of the parent was in `fuse`, the child's copy of that tower is half fused; the next
         `fuse` or `unfuse` repairs it."""
         if is_held(self.lock):
@@ -65,6 +65,7 @@ def _in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
     return in_turn
 
 
+@takes_config
 @_in_turn
 def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any = None) -> FusedEncoder:
     """Fuses the vision tower of `model`, in place.
@@ -81,7 +82,8 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
     Raises:
         UnsupportedModel: `model` contains no supported tower (the message names all that are) or several (it names
             them). Or `processor` cannot return bytes.
-        TypeError: `model` is not a module, `config` not a `FuseConfig`, or `processor` not a processor.
+        TypeError: `model` is not a module, `config` not a `FuseConfig`, or `processor` not a processor; or an option
+            was given here and not in a `FuseConfig`.
         ValueError: this tower cannot meet an option, which the message names. Or `processor` cuts other patches.
         RuntimeError: with `strict=True`, an attribute `forward` of the tower calls the original code.
 
@@ -114,7 +116,7 @@ def _fuse_again(tower: nn.Module, known: FusedEncoder, config: FuseConfig | None
         known.prepared.check(config)
         why = bypass(tower)
         if why is not None and config.strict:
-            raise RuntimeError(fallback.message(own_class(type(tower)).__name__, why))
+            raise fallback.refused(own_class(type(tower)).__name__, why)
     if processor is not None:
         _take_bytes(known, processor)
     if config is not None and replaced:
@@ -162,6 +164,7 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     return handle
 
 
+@takes_config
 @_in_turn
 def fuse_tower(
     tower: nn.Module,
@@ -183,8 +186,9 @@ def fuse_tower(
         spec: what `family` derives from the engine's config.
         config: options.
         built: `Built.of(tower, family.engine)`, taken when the tower's constructor returned.
-        call: the tower's new `forward`. `call(handle, tower, *args, **kwargs)` runs `handle(tower, pixels, grid, {})`
-            and returns what the engine's `forward` would return. If it returns None, the engine's `forward` runs.
+        call: the tower's new `forward`. `call(handle, tower, *args, **kwargs)` asks
+            `handle.answer(tower, pixels, grid, {})` and returns what the engine's `forward` would return. If it returns
+            None, the engine's `forward` runs.
 
     Returns:
         The tower's handle. `fusedvit.unfuse` restores the tower's class.

@@ -1,9 +1,14 @@
 """Options of `fusedvit.fuse`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, ParamSpec, TypeVar
 
 from fusedvit.graphs.limits import MOST, check_limits
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 COMPILE = ("background", "now")
 SMALL = "small"
@@ -43,8 +48,8 @@ class FuseConfig:
     max_frames: int | None = None
     graphs: bool = True
     strict: bool = False
-    compile: str = "background"
-    memory: str | int | None = None
+    compile: Literal["background", "now"] = "background"
+    memory: Literal["small"] | int | None = None
     watch_data: bool = True
 
     def __post_init__(self) -> None:
@@ -63,10 +68,30 @@ class FuseConfig:
             object.__setattr__(self, "token_budgets", limits.token_budgets)
 
 
+OPTIONS = frozenset(field.name for field in fields(FuseConfig))
+
+
 def check_config(config: object) -> None:
     """Raises TypeError unless `config` is a `FuseConfig`."""
-    if not isinstance(config, FuseConfig):
-        raise TypeError(f"fusedvit: config must be a FuseConfig, got {type(config).__name__}")
+    if isinstance(config, FuseConfig):
+        return
+    got = type(config).__name__
+    instead = ": give a processor by its name, processor=..." if "Processor" in got else ""
+    raise TypeError(f"fusedvit: config must be a FuseConfig, got {got}{instead}")
+
+
+def takes_config(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A decorator of a function with a parameter `config`. The function raises TypeError, which says what to write, for
+    an option of `FuseConfig` that is given to itself."""
+
+    @functools.wraps(function)
+    def checked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        options = ", ".join(f"{name}={value!r}" for name, value in kwargs.items() if name in OPTIONS)
+        if options:
+            raise TypeError(f"fusedvit: options are given as config=FuseConfig({options}), got {options}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _check_compile(compile: str) -> None:

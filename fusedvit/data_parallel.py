@@ -10,10 +10,10 @@ from torch import nn
 
 from fusedvit.api import call_original, fuse
 from fusedvit.checks.find_tower import find_tower
-from fusedvit.config import FuseConfig
+from fusedvit.config import FuseConfig, takes_config
 from fusedvit.errors import Reason, first_line
 from fusedvit.forks import is_held, renew_in_children
-from fusedvit.fused_encoder import rows_of
+from fusedvit.fused_encoder import FusedEncoder, rows_of
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs.hugging_face import side_by_side
@@ -46,6 +46,7 @@ class DataParallelEncoder:
         ValueError: no devices are given, or one does not exist here, or is neither a CPU nor a GPU.
     """
 
+    @takes_config
     def __init__(
         self, model: nn.Module, devices: Sequence[str | torch.device], config: FuseConfig | None = None
     ) -> None:
@@ -61,6 +62,15 @@ class DataParallelEncoder:
         self._under_way: set[Future[Any]] = set()  # work on the copies that may still run
         self._pool = _threads_for(self._copies)
         renew_in_children(self)
+
+    @property
+    def handle(self) -> FusedEncoder:
+        """The tower's handle, which `fuse` returns: counters, report and options of the whole."""
+        return self._handle
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(copied.device) for copied in self._copies) or "none"
+        return f"<DataParallelEncoder: {self._handle!r}; copies on {devices}>"
 
     def __call__(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
         """The tower's rows, as `FusedEncoder.concatenated` gives them, on the tower's device.
@@ -124,7 +134,7 @@ class DataParallelEncoder:
             self._copies = ()
         self._pool.shutdown()
 
-    def renew_locks(self) -> None:
+    def _renew_locks(self) -> None:
         """See `forks`. A child has none of the pool's threads. Copies that were being written are written again."""
         if is_held(self._lock):
             self._lock, self._synced = threading.Lock(), -1

@@ -20,7 +20,7 @@ class Lock(Protocol):
 class HoldsLocks(Protocol):
     """An object that owns locks."""
 
-    def renew_locks(self) -> None:
+    def _renew_locks(self) -> None:
         """Replaces the locks that are held. Called in a forked child before anything else runs there."""
 
 
@@ -28,7 +28,7 @@ _living: "weakref.WeakSet[HoldsLocks]" = weakref.WeakSet()
 
 
 def renew_in_children(holder: HoldsLocks) -> None:
-    """Makes every child forked from now on call `holder.renew_locks()`; `holder` is referenced weakly."""
+    """Makes every child forked from now on call `holder._renew_locks()`; `holder` is referenced weakly."""
     _living.add(holder)
 
 
@@ -42,7 +42,7 @@ def is_held(lock: Lock) -> bool:
 
 def _renew() -> None:
     for holder in list(_living):
-        holder.renew_locks()
+        holder._renew_locks()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork

@@ -16,7 +16,7 @@ from fusedvit.checks import fallback, transforms
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.checks.own_forward import bypass
-from fusedvit.config import FuseConfig
+from fusedvit.config import FuseConfig, takes_config
 from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.families.base import Family
 from fusedvit.forks import renew_in_children
@@ -49,6 +49,11 @@ MOST_REPEATS = 3  # preparations in a row from new parameter objects of the same
 _OF_PYTHON = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 _FAILS = (*_OF_PYTHON, KernelsNotReady, KernelFailed)
 _STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
+PUBLIC = (  # what `dir` of a handle lists
+    *("config", "family", "normalizations", "processors", "spec", "tower"),
+    *("concatenated", "drop_graphs", "graphs", "reason", "reconfigure", "refresh", "release", "report", "state"),
+    *("stats", "warmup", "answer", "leave"),
+)
 
 
 class Answer(NamedTuple):
@@ -64,7 +69,12 @@ class FusedEncoder:
     The tower holds its handle, and the handle references the tower weakly, so that keeping a handle does not keep the
     model alive. Copies and pickles of a tower keep the configuration, and build their own weights, graphs and counters.
 
+    `dir` lists what users and engines' adapters call (`PUBLIC`); other methods and attributes without an underscore are
+    for other modules of this package.
+
     Attributes:
+        family: the tower's family, or an engine's variant of it.
+        spec: what the tower's config says.
         processors: Hugging Face's processors that `fuse` changed to return bytes for this tower.
         normalizations: the normalisations of byte pixels that are folded into the tower's weights.
     """
@@ -100,10 +110,12 @@ class FusedEncoder:
 
     # a call
 
-    def __call__(
+    def answer(
         self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
-    ) -> EncoderOutputs | None:
-        """Runs fused, or returns None if the call must take the original code, which is counted and warned of once.
+    ) -> Answer | None:
+        """Runs a call of `tower` fused: what the `forward` of a fused tower calls, and an engine's adapter.
+
+        Every call is counted, however it ends.
 
         Args:
             tower: the module whose `forward` was called: the handle's tower, or a copy that shares its attributes.
@@ -111,17 +123,13 @@ class FusedEncoder:
             grid_thw: `[items, 3]` integers (t, h, w) in patches: a tensor on any device, or a list.
             extra: the call's other arguments.
 
+        Returns:
+            None if the call must take the original code, of which the first call for each reason warns.
+
         Raises:
             RuntimeError: with `strict=True`, the call must take the original code.
             TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
-        found = self.answer(tower, pixel_values, grid_thw, extra)
-        return None if found is None else found.outputs
-
-    def answer(
-        self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
-    ) -> Answer | None:
-        """As `__call__`, and returns the items with the outputs. Every call is counted, however it ends."""
         found: Answer | Reason | None = None
         try:
             found = self.answer_or_reason(tower, pixel_values, grid_thw, extra)
@@ -165,13 +173,13 @@ class FusedEncoder:
         Raises:
             RuntimeError: `strict`, and the original code must run.
         """
-        if ended is None or isinstance(ended, Reason):
-            self._stats.add(calls=1)
-        else:
-            self._stats.add(calls=1, fused=1, items=len(ended), patch_tokens=sum([item.tokens for item in ended]))
-        if isinstance(ended, Reason) and share:
+        if ended is None:
+            self._stats.add(raised=1)
+        elif not isinstance(ended, Reason):
+            self._stats.add(fused=1, items=len(ended), patch_tokens=sum([item.tokens for item in ended]))
+        elif share:
             self._stats.count_original(ended)
-        elif isinstance(ended, Reason):
+        else:
             self._fall_back(ended)
 
     def _attempt_as_ready(
@@ -193,7 +201,8 @@ class FusedEncoder:
 
         A thread that refreshes weights in a loop could overtake every run, so the last runs hold a lock against it.
         """
-        prepared, parameter, again = self.prepared, self.weights.first_parameter(), self._pause.again
+        prepared, parameter, once = self.prepared, self.weights.first_parameter(), self._pause.again
+        most, most_alone = (1, 1) if once else (OVERTAKEN, MOST_RUNS)
         with on_device(parameter.device):
             kind = kind_of(pixels, self.spec.patch_width) if marked else FLOATS
             reason = prepared.ensure_weights(parameter, kind)
@@ -202,23 +211,27 @@ class FusedEncoder:
             inputs = check_inputs(pixels, grid_thw, self.spec, parameter, marked)
             if isinstance(inputs, Reason):
                 return inputs
-            for _ in range(1 if again else OVERTAKEN):
-                found = self._attempt_once(inputs, replay)
-                if isinstance(found, Reason) or found.unchanged:
-                    return found
-                replay, reason = None, prepared.prepare(found.weights_version)
-                if reason is not None:
-                    return reason
-            with prepared.nothing_launched():
-                for _ in range(1 if again else MOST_RUNS):
-                    found = self._attempt_once(inputs, None)
-                    if isinstance(found, Reason) or found.unchanged:
-                        return found
-                    reason = prepared.prepare_now(found.weights_version)
-                    if reason is not None:
-                        return reason
-        runs = 2 if again else OVERTAKEN + MOST_RUNS
-        return Reason(fallback.CHANGING, f"other weights after each of {runs} runs than before it")
+            found = self._attempt_often(inputs, replay, most, prepared.prepare)
+            if found is None:
+                with prepared.nothing_launched():
+                    found = self._attempt_often(inputs, None, most_alone, prepared.prepare_now)
+        if found is None:
+            runs = most + most_alone
+            found = Reason(fallback.CHANGING, f"other weights after each of {runs} runs than before it")
+        return found
+
+    def _attempt_often(
+        self, inputs: Inputs, replay: SpeculativeReplay | None, most: int, prepare: Callable[[int], Reason | None]
+    ) -> Attempt | Reason | None:
+        """As `_attempt_until_unchanged`; None if the weights changed during each of `most` runs."""
+        for _ in range(most):
+            found = self._attempt_once(inputs, replay)
+            if isinstance(found, Reason) or found.unchanged:
+                return found
+            replay, reason = None, prepare(found.weights_version)
+            if reason is not None:
+                return reason
+        return None
 
     def _attempt_once(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
         """Runs a call once. A run whose weights are released meanwhile counts as a run on changed weights, and so does
@@ -265,23 +278,19 @@ class FusedEncoder:
             RuntimeError: with `strict=True`.
         """
         if self.prepared.config.strict:
-            raise RuntimeError(fallback.message(self._name, reason))
+            self._stats.add(raised=1)
+            raise fallback.refused(self._name, reason)
         if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write without counting a version
             tower = self._tower()
             self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._stats.count_original(reason, self._name)
 
-    def leave(self, why: str, counted: bool = False) -> None:
+    def leave(self, why: str) -> None:
         """Counts a call that an engine's adapter leaves to the original code.
-
-        Args:
-            counted: `answer` has already counted the call, before it refused the input.
 
         Raises:
             RuntimeError: with `strict=True`.
         """
-        if not counted:
-            self._stats.add(calls=1)
         self._fall_back(Reason(fallback.ENGINE, why))
 
     # what a user calls
@@ -329,7 +338,8 @@ class FusedEncoder:
         if stats["state"] in _STATES:  # the handle serves no tower any more
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
         parameter = self.weights.first_parameter()
-        return describe(self.tower, parameter, self.family.name, self.spec, stats, self.reason())
+        strict = self.config.strict
+        return describe(self.tower, parameter, self.family.name, self.spec, stats, self.reason(), strict)
 
     def warmup(self, progress: Progress | None = None, *, calls: Iterable[Grid] | None = None) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first.
@@ -372,8 +382,9 @@ class FusedEncoder:
         try:
             yield
         except CannotPrepare as why:
-            raise RuntimeError(fallback.message(self._name, why.reason, "cannot run fused")) from why.__cause__
+            raise fallback.refused(self._name, why.reason) from why.__cause__
 
+    @takes_config
     def reconfigure(self, config: FuseConfig) -> None:
         """Replaces the options. Graphs are released, and captured again with the new options.
 
@@ -383,9 +394,8 @@ class FusedEncoder:
         """
         self._live_tower()
         self._pause.end()
-        self.prepared.reconfigure(config)
-        for copied, _ in self._living_copies():
-            copied.prepared.reconfigure(config)
+        for prepared in self._each_prepared():
+            prepared.reconfigure(config)
 
     def release(self) -> None:
         """Releases all memory: graphs, static buffers, prepared weights, and old parameters that the tower replaced.
@@ -393,15 +403,17 @@ class FusedEncoder:
         The next call prepares and captures again what it needs.
         """
         self._pause.end()
-        self.prepared.release()
-        for copied, _ in self._living_copies():
-            copied.prepared.release()
+        for prepared in self._each_prepared():
+            prepared.release()
 
     def drop_graphs(self) -> None:
         """Forgets captured graphs and failed captures, and keeps the static buffers."""
-        self.prepared.drop_graphs()
-        for copied, _ in self._living_copies():
-            copied.prepared.drop_graphs()
+        for prepared in self._each_prepared():
+            prepared.drop_graphs()
+
+    def __call__(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
+        """As `concatenated`, and as a call of a `DataParallelEncoder`."""
+        return self.concatenated(pixel_values, grid_thw)
 
     def concatenated(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
         """The embeddings that serving engines give to a language model: `[tokens, (1 + n) * out]`, n deepstack mergers.
@@ -477,6 +489,10 @@ class FusedEncoder:
         held = [(copied(), device) for copied, device in tuple(self._copies.items())]
         return [(copied, device) for copied, device in held if copied is not None]
 
+    def _each_prepared(self) -> list[PreparedTower]:
+        """What is prepared of this tower, and then of its copies on other devices."""
+        return [self.prepared, *(copied.prepared for copied, _ in self._living_copies())]
+
     def _live_tower(self) -> nn.Module:
         """The tower, if this handle still serves it.
 
@@ -495,9 +511,8 @@ class FusedEncoder:
     def end(self) -> None:
         """Releases everything for good, because the tower was unfused or is gone."""
         self.processors.clear()
-        self.prepared.end()
-        for copied, _ in self._living_copies():
-            copied.prepared.end()
+        for prepared in self._each_prepared():
+            prepared.end()
 
     def check_reached(self) -> None:
         """Warns if an attribute `forward` of the tower makes calls bypass the fused encoder.
@@ -507,7 +522,7 @@ class FusedEncoder:
         """
         why = bypass(self.tower)
         if why is not None and self.config.strict:
-            raise RuntimeError(fallback.message(self._name, why))
+            raise fallback.refused(self._name, why)
         if why is not None:
             logger.warning("%s", fallback.message(self._name, why))
 
@@ -520,10 +535,13 @@ class FusedEncoder:
             self._source().reason()  # keeps what it finds out about code for the first call
             collect_garbage()
 
-    def renew_locks(self) -> None:
+    def _renew_locks(self) -> None:
         """See `forks`."""
-        self._stats.renew_locks()
-        self.prepared.renew_locks()
+        self._stats._renew_locks()
+        self.prepared._renew_locks()
+
+    def __dir__(self) -> list[str]:
+        return [*PUBLIC, *(name for name in super().__dir__() if name.startswith("_"))]
 
     def __copy__(self) -> "FusedEncoder":
         return self  # a tower has one handle
@@ -544,7 +562,8 @@ class FusedEncoder:
             return f"<FusedEncoder of {self._name} ({self.family.name}): {_STATES[state]}; {counted}>"
         reason = self.reason()
         where = self.weights.first_parameter()
-        how = "runs fused" if reason is None else f"runs its original code: {reason}"
+        otherwise = "cannot run fused" if self.config.strict else "runs its original code"
+        how = "runs fused" if reason is None else f"{otherwise}: {reason}"
         return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
 
 

@@ -24,6 +24,7 @@ class Pause:
     def __init__(self) -> None:
         self._reason: Reason | None = None
         self._left, self._next, self._preparing, self._changes = 0, FIRST, 0, 0
+        self._tried = False  # whether a call since the last pause has prepared weights
 
     @property
     def again(self) -> bool:
@@ -46,11 +47,14 @@ class Pause:
 
     def begin(self, reason: Reason) -> None:
         """Begins a pause of `FIRST` calls, or of twice as many as last time."""
-        self._reason, self._left = reason, self._next
+        self._reason, self._left, self._tried = reason, self._next, False
         self._next = min(2 * self._next, MOST)
 
     def prepares(self, changes: int) -> bool:
         """Counts a call that prepared weights because the tower had changed; returns whether to begin a pause.
+
+        The first such call after a pause begins no other: the change may be older, as paused calls do not check the
+        weights.
 
         Args:
             changes: how often weights were prepared for this cause. Calls of several threads may share a preparation.
@@ -58,8 +62,9 @@ class Pause:
         if changes == self._changes:
             return False
         self._changes = changes
-        self._preparing += 1
-        return self.again or self._preparing >= MOST_PREPARING
+        self._preparing = min(self._preparing + 1, MOST_PREPARING)
+        tried, self._tried = self._tried, True
+        return tried if self.again else self._preparing >= MOST_PREPARING
 
     def holds(self) -> None:
         """Counts a call that found the weights unchanged since the call before; ends the pause."""

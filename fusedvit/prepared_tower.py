@@ -94,7 +94,7 @@ class PreparedTower:
             functools.partial(_call_living, this, PreparedTower.expect_kernels),
         )
 
-    def renew_locks(self) -> None:
+    def _renew_locks(self) -> None:
         """See `forks`. If a thread of the parent held the lock, weights may be half prepared and are prepared again."""
         if is_held(self._lock):
             self._lock = threading.RLock()

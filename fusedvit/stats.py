@@ -35,25 +35,30 @@ class Stats:
     """What a tower has done since it was fused.
 
     Attributes:
-        calls: forward calls.
         fused: calls that ran fused.
         original: calls that took the original code, by kind of reason.
+        raised: calls that raised an error instead: wrong input, what `strict` refuses, a machine out of memory.
         details: the detail of the last reason of each kind.
         eager_runs: runs of the fused encoder outside a graph, by reason.
         items: images and videos of fused calls.
         patch_tokens: patch tokens of fused calls.
     """
 
-    calls: int = 0
     fused: int = 0
     original: Counter[str] = field(default_factory=Counter)
+    raised: int = 0
     details: dict[str, str] = field(default_factory=dict)
     eager_runs: Counter[str] = field(default_factory=Counter)
     items: int = 0
     patch_tokens: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def renew_locks(self) -> None:
+    @property
+    def calls(self) -> int:
+        """All calls of the tower."""
+        return self.fused + self.original.total() + self.raised
+
+    def _renew_locks(self) -> None:
         """See `forks`."""
         if is_held(self._lock):
             self._lock = threading.Lock()
@@ -83,6 +88,7 @@ class Stats:
             "calls": self.calls,
             "fused": self.fused,
             "original": dict(self.original),
+            "raised": self.raised,
             "details": {kind: detail for kind, detail in self.details.items() if detail},
             "eager_runs": dict(self.eager_runs),
             "items": self.items,
@@ -146,6 +152,7 @@ def describe(
     spec: VisionSpec,
     stats: dict[str, Any],
     reason: Reason | None,
+    strict: bool,
 ) -> str:
     """The report: what is fused, on which operations, the memory held, and why anything is not fused.
 
@@ -153,9 +160,11 @@ def describe(
         parameter: a parameter of the tower, as `WeightCache.first_parameter` returns it.
         stats: what `stats()` of the tower's handle returns.
         reason: why the tower as it stands cannot run fused, or None.
+        strict: calls raise for such a reason.
     """
-    fused = f"fused on {ops_for(parameter.device).name} operations"
-    state = fused if reason is None else f"original code: {with_advice(reason)}"
+    state = f"fused on {ops_for(parameter.device).name} operations"
+    if reason is not None:
+        state = f"{'cannot run fused' if strict else 'original code'}: {with_advice(reason)}"
     where = torch.cuda.get_device_name(parameter.device) if parameter.device.type == "cuda" else "no GPU"
     about = [
         f"{type(tower).__name__} ({family}), {parameter.dtype} on {parameter.device} ({where}): {state}",
@@ -203,7 +212,7 @@ def _calls(stats: dict[str, Any]) -> list[str]:
     """Report lines with the calls by code path and the runs."""
     calls, items, patches = (stats[key] for key in ("calls", "items", "patch_tokens"))
     lines = [
-        f"  {_counted(calls, 'call')}: {stats['fused']} fused, {sum(stats['original'].values())} original code; "
+        f"  {_counted(calls, 'call')}: {_by_code_path(stats)}; "
         f"{_counted(items, 'item')}, {_counted(patches, 'patch')}, {_counted(stats['refreshes'], 'weight preparation')}"
     ]
     if "graphs" in stats:
@@ -221,9 +230,13 @@ def _copy(stats: dict[str, Any]) -> str:
     held = f"prepared weights {stats['weights_mib']:.1f} MiB"
     if "graphs" in stats:
         held += f", static buffers and graphs {stats['graphs']['held_mib']:.0f} MiB"
-    original = sum(stats["original"].values())
-    shares = f"{_counted(stats['calls'], 'share')}: {stats['fused']} fused, {original} original code"
-    return f"  copy on {stats['device']}: {shares}; {held}"
+    return f"  copy on {stats['device']}: {_counted(stats['calls'], 'share')}: {_by_code_path(stats)}; {held}"
+
+
+def _by_code_path(stats: dict[str, Any]) -> str:
+    """How many calls ran fused and in the original code, and how many raised, if any did."""
+    raised = f", {stats['raised']} raised" if stats["raised"] else ""
+    return f"{stats['fused']} fused, {sum(stats['original'].values())} original code{raised}"
 
 
 def _reasons(stats: dict[str, Any], room: int) -> list[str]:

@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,7 +86,14 @@ class Compiled:
 
 def record(run: Callable[[], object]) -> list[Launch]:
     """The distinct kernel launches that `run()` would make, in order."""
-    return list(compilations(run))
+    found: dict[Launch, None] = {}
+
+    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        found[launch_of(self, args, kwargs)] = None
+
+    with mock.patch.object(JITFunction, "run", note):
+        run()
+    return list(found)
 
 
 # GPUs by name, to plan or compile for where none of them is present.
@@ -141,23 +147,6 @@ class AbsentGPU:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-def compilations(run: Callable[[], object]) -> dict[Launch, Callable[[], CompiledKernel]]:
-    """Each distinct kernel launch that `run()` would make, and a function that compiles it for the active driver's GPU.
-
-    It compiles by the same code as a launch, so that a launch finds the kernel in Triton's cache on disk.
-    """
-    found: dict[Launch, Callable[[], CompiledKernel]] = {}
-    launched = JITFunction.run
-
-    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiling = partial(launched, self, *args, grid=grid, warmup=True, **kwargs)
-        found.setdefault(launch_of(self, args, kwargs), compiling)
-
-    with mock.patch.object(JITFunction, "run", note):
-        run()
-    return found
 
 
 def launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:

@@ -14,7 +14,6 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from triton.runtime.cache import FileCacheManager, get_cache_manager
 from triton.runtime.jit import JITFunction
 
 _compiled: dict[tuple[Any, ...], "Loaded"] = {}
-_compiling_only: ContextVar[bool] = ContextVar("fusedvit_compiling_only", default=False)
 ALIGNMENT = 16  # bytes: Triton generates other code for pointers that are multiples of it
 
 
@@ -156,6 +154,12 @@ class KernelJob:
         """The job of a launch on the tensors, descriptors and integers `given`."""
         arguments = tuple(x if isinstance(x, int) else Argument.of(x) for x in given)
         return KernelJob(kernel.fn.__module__, kernel.fn.__name__, arguments, constants, options)
+
+    @property
+    def code(self) -> tuple[Any, ...]:
+        """What determines the machine code: all but the values of integers, for which nothing is specialised."""
+        arguments = tuple(int if isinstance(a, int) else a for a in self.arguments)
+        return self.module, self.name, arguments, *self.constants.items(), *self.options.items()
 
     def kernel(self) -> JITFunction:
         """The kernel that is launched."""
@@ -314,25 +318,6 @@ def _is_whole(folder: str) -> bool:
         return False
 
 
-@contextmanager
-def compiling_only() -> Iterator[None]:
-    """A context in which `launch` only compiles. Compilations run in parallel; leaving the context waits for them.
-
-    A failing compilation raises nothing here; it fails again at its first real launch.
-    """
-    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        token = _compiling_only.set(True)
-        try:
-            yield
-        finally:
-            _compiling_only.reset(token)
-
-
-def only_compiling() -> bool:
-    """Whether the caller runs within `compiling_only`: code that launches without `launch` must not launch then."""
-    return _compiling_only.get()
-
-
 def launch(
     kernel: JITFunction,
     programs: int,
@@ -355,8 +340,8 @@ def launch(
         scalars: 32-bit integers for which the kernel is not specialised.
 
     Returns:
-        The kernel, for further launches that need the same code; None within `compiling_only`, in a collection of
-        `FromCache` and in Triton's interpreter.
+        The kernel, for further launches that need the same code; None in a collection of `FromCache` and in Triton's
+        interpreter.
 
     Raises:
         KernelMissing: within `FromCache`; nothing was launched.
@@ -376,7 +361,7 @@ def launch(
     key = tuple(decides)
     mode = from_cache()
     collected = mode is not None and mode.collect  # then some tensors may have no memory
-    compiled = None if collected or only_compiling() else _compiled.get(key)
+    compiled = None if collected else _compiled.get(key)
     if compiled is not None:
         # For a tensor Triton asks the driver which device it is on; an address saves that. A CPU tensor stays a tensor,
         # so that Triton refuses it.
@@ -400,16 +385,16 @@ def _first_launch(
     # Fused multiply-adds are on explicitly: versions of Triton differ in their default.
     named = options | {"enable_fp_fusion": True}
     pdl = bool(named.pop("launch_pdl", False))
-    mode, only = from_cache(), only_compiling()
+    mode = from_cache()
     if mode is not None:
         mode.begin(key, partial(KernelJob.of, kernel, given, constants, named))
         if mode.collect:
             return None
     if isinstance(kernel, JITFunction):  # and not Triton's interpreter's
         hash_sources(kernel, lambda: None, set())
-    run = partial(kernel.warmup, grid=(programs,)) if pdl or only else kernel[(programs,)]
+    run = partial(kernel.warmup, grid=(programs,)) if pdl else kernel[(programs,)]
     built = run(*given, **constants, **named)
-    if built is None or only:  # the interpreter compiles nothing
+    if built is None:  # the interpreter compiles nothing
         return None
     compiled = _compiled[key] = Loaded(built, constants, pdl)
     if pdl:  # Triton's own launcher would launch without PDL

@@ -137,9 +137,9 @@ def _runs(served: Served, manager: Any, exact: list[Any], batches: list[Batch]) 
         found = []
         for batch in batches:
             pixels, grid = batch.values()
-            outputs = handle(visual, pixels, grid, {})
-            assert outputs is not None, handle.report()
-            found.append(side_by_side(outputs, handle.spec))
+            answer = handle.answer(visual, pixels, grid, {})
+            assert answer is not None, handle.report()
+            found.append(side_by_side(answer.outputs, handle.spec))
         return found
 
     def module() -> list[Any]:

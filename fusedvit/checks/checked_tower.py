@@ -164,7 +164,7 @@ class CheckedTower:
         )
 
     def snapshot(self) -> Snapshot:
-        """The tower's modules and parameters as they are now."""
+        """See `Source`."""
         return Snapshot.of(self.tower, self._own_code(), self._buffer_names())
 
     def ingredients(self) -> tuple[object, list[int | None]] | None:

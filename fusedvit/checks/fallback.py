@@ -62,9 +62,9 @@ ADVICE = {
     EMPTY_ITEMS: "Hugging Face's GLM-4V counts frames without them, and takes the shape of another item",
     SPARSE: "the fused encoder takes dense pixels",
     CHANGING: "somebody writes the tower's parameters all the time",
-    CHANGED: "they changed before each of many calls; calls run fused again once two in a row find the same weights",
+    CHANGED: "they changed before each of many calls; calls run fused again if two after a pause find the same weights",
     REPLACED: "offloading brings them in so: keep the tower on its device",
-    RELEASED: "unfuse() ran meanwhile; the original code answers the call",
+    RELEASED: "unfuse() ran meanwhile",
     NOT_READY: 'calls run fused once they are compiled; warmup() and FuseConfig(compile="now") wait for that',
     ENGINE: "the serving engine computes something else for such calls",
     UNSUPPORTED_DEVICE: "kernels run on NVIDIA GPUs of compute capability 8.0 and newer, torch operations on the CPU",
@@ -84,6 +84,11 @@ def message(tower: str, reason: Reason, state: str = "runs its original code") -
         state: the consequence of the reason.
     """
     return f"fusedvit: {tower} {state}: {with_advice(reason)}"
+
+
+def refused(tower: str, reason: Reason) -> RuntimeError:
+    """The error for a user who wants no original code in place of what cannot run fused, as with `strict=True`."""
+    return RuntimeError(message(tower, reason, "cannot run fused"))
 
 
 def with_advice(reason: Reason) -> str:

@@ -4,7 +4,6 @@ import itertools
 import json as json_text
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from fusedvit.cli.console import Outcome, new_console, progress_bar
 from fusedvit.cli.towers import dtype_of
 from fusedvit.errors import InputError, UnsupportedModel, unnamed
 from fusedvit.families.base import Family
-from fusedvit.kernels.codegen_checks import AbsentGPU, Launch, target_named
+from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
+from fusedvit.kernels.launch import KernelJob
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
 from fusedvit.runtime.compile_worker import most_children
-from fusedvit.runtime.tower_launches import tower_launches
+from fusedvit.runtime.tower_launches import kernels_of
 
 
 def run(
@@ -41,13 +41,14 @@ def run(
     towers = {name: _tower_of(name) for name in model}
     _make(out)
     _refuse_another_gpu(out, target)
-    compilations: dict[Launch, Callable[[], Any]] = {}
+    kernel_jobs: dict[object, KernelJob] = {}
     for (family, spec), takes_bytes in itertools.product(towers.values(), (False, True)):
-        compilations |= tower_launches(spec, family.names, of, target, takes_bytes)
+        kernel_jobs |= kernels_of(spec, family.names, of, target, takes_bytes)
+    builds = [job.build for job in kernel_jobs.values()]
     triton.runtime.driver.set_active(AbsentGPU(target.capability))
     with progress_bar() as step:
-        problems = compiled_kernels.fill(out, list(compilations.values()), jobs or most_children(urgent=True), step)
-    kernels = len(compilations) - len(problems)
+        problems = compiled_kernels.fill(out, builds, jobs or most_children(urgent=True), step)
+    kernels = len(builds) - len(problems)
     found = compiled_kernels.manifest(gpu, target, list(towers), dtype, kernels)
     if not problems:
         (out / compiled_kernels.MANIFEST).write_text(json_text.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from torch import nn
 
 from fusedvit.api import fuse, unfuse
 from fusedvit.checks.find_tower import find_tower
-from fusedvit.config import FuseConfig
+from fusedvit.config import FuseConfig, takes_config
 from fusedvit.cores import available_cores
 from fusedvit.corpus import origin, shards
 from fusedvit.corpus.job import Job
@@ -38,8 +38,9 @@ from fusedvit.corpus.values import (
     with_columns,
 )
 from fusedvit.errors import InputError, first_line, named
+from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.pixels.ahead import raise_met, started_ahead, until_error
-from fusedvit.pixels.media import Limits, MediaError, Source
+from fusedvit.pixels.media import Limits, MediaError, Source, decoders
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, frames_of, stream
 
@@ -87,6 +88,7 @@ class Embedder:
         ValueError, TypeError: an invalid option; a model without its processor.
     """
 
+    @takes_config
     @named()
     def __init__(
         self,
@@ -121,9 +123,13 @@ class Embedder:
         return vars(self) | {"_patches": 0, "_waited": 0.0, "_tower_seconds": 0.0, "_answer": answer}
 
     @property
-    def handle(self) -> Any:
-        """The tower's `FusedEncoder`."""
+    def handle(self) -> FusedEncoder:
+        """The tower's handle, which `fuse` returns."""
         return self._handle
+
+    def __repr__(self) -> str:
+        rows = "rows of encode" if self._encode else f"{self._output}, {self.width} channels"
+        return f"<Embedder of {type(self._model).__name__}: {rows}; {self._handle!r}>"
 
     @property
     def width(self) -> int:
@@ -351,6 +357,7 @@ def _embedded(rows: torch.Tensor, finite: torch.Tensor, grid_thw: tuple[int, int
     return Embedded("", rows, grid_thw)
 
 
+@decoders()
 def _plain_image() -> Any:
     """An image that any `encode` should accept."""
     from PIL import Image
@@ -388,7 +395,7 @@ def _between(begin: Any, end: Any) -> float:
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
-def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
+def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> FusedEncoder:
     """Fuses the tower and returns its handle. If the patches of `processor` do not fit, the tower stays as it was; a
     `processor` of None is not checked."""
     if processor is not None:

@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 
 from fusedvit.errors import attempted, first_line
-from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, is_one_source, load_one, raise_of_machine, rgb_of
+from fusedvit.pixels.media import (
+    SOURCES,
+    Limits,
+    MediaError,
+    Source,
+    decoders,
+    is_one_source,
+    load_one,
+    raise_of_machine,
+    rgb_of,
+)
 
 PATHS = ("path", "file", "image_path")
 COLUMNS = ("image", "bytes", *PATHS)  # the first of these in a batch or a table is read
@@ -144,6 +154,7 @@ def source_of(value: Any) -> Source:
     return MediaError(f"a path, a file's bytes, an image or pixels expected, got {type(value).__name__}")
 
 
+@decoders()
 def image_of(source: Source, limits: Limits | None, index: int) -> Any:
     """A Pillow image, or the source's error."""
     from PIL import Image

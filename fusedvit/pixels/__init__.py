@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fusedvit.errors import InputError
     from fusedvit.model.normalization import Normalization
     from fusedvit.pixels.byte_pixels import BytePixels
-    from fusedvit.pixels.media import Limits, Media, MediaError, MediaTooLarge, load
+    from fusedvit.pixels.media import Limits, Media, MediaError, MediaTooLarge, VideoFacts, load
     from fusedvit.pixels.processors import restore, swap
     from fusedvit.pixels.streaming import Batch, stream
 
@@ -23,6 +23,7 @@ __all__ = [
     "MediaError",
     "MediaTooLarge",
     "Normalization",
+    "VideoFacts",
     "load",
     "restore",
     "stream",
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Limits", "Media", "MediaError", "MediaTooLarge", "load"), "pixels.media"),
+    **dict.fromkeys(("Limits", "Media", "MediaError", "MediaTooLarge", "VideoFacts", "load"), "pixels.media"),
     **dict.fromkeys(("restore", "swap"), "pixels.processors"),
     **dict.fromkeys(("Batch", "stream"), "pixels.streaming"),
     "BytePixels": "pixels.byte_pixels",

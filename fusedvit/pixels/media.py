@@ -32,6 +32,7 @@ from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, vide
 
 LONGEST_NAME = 400  # characters of a name in a message
 ERRORS = ("raise", "skip")
+_DECODERS = {"PIL": "Pillow", "av": "PyAV"}  # module -> package
 # System errors that are the file's fault. All others are the machine's, also a refused permission: the file is whole,
 # and another user or mount can read it.
 _OF_A_FILE = frozenset(
@@ -203,6 +204,20 @@ def each_of(sources: Any) -> Iterable[Source]:
         raise TypeError(f"{PREFIX}{expected}, got {type(sources).__name__}") from None
 
 
+@contextmanager
+def decoders() -> Iterator[None]:
+    """A context and decorator that turns the error of an absent decoder into an InputError, which says what to
+    install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = _DECODERS.get((error.name or "").partition(".")[0])
+        if package is None:
+            raise
+        raise InputError(f'decoding needs {package}: pip install "fusedvit[cli]"') from None
+
+
+@decoders()
 def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None, index: int = 0) -> Media:
     """`load` for one source; `index` is the index that results and errors carry."""
     try:
@@ -463,10 +478,8 @@ def _check_whole(given: _Given) -> None:
 
 @contextmanager
 def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
-    try:
-        import av
-    except ModuleNotFoundError:
-        raise InputError(f'{given.shown}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
+    import av
+
     try:
         with given.open() as file, av.open(file, format=given.video, metadata_errors="replace") as container:
             stream = container.streams.best("video")  # as torchcodec does: the first may be a cover picture

@@ -5,13 +5,12 @@ The launches are recorded from the code that makes them, run on meta tensors.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from triton.compiler import CompiledKernel
 
-from fusedvit.kernels.codegen_checks import Launch, compilations
+from fusedvit.kernels.launch import FromCache, KernelJob, hash_sources, loading_from_cache
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.param_names import WeightNames, buffer_shapes, parameter_shapes
@@ -26,15 +25,29 @@ BEYOND = 4  # eager runs are listed up to this multiple of the largest budget
 MEMORY = 80 << 30  # bytes: the default ladder of a GPU with less memory is the first part of the ladder for this size
 
 
-def tower_launches(
+def kernels_of(
+    spec: VisionSpec, names: WeightNames, dtype: torch.dtype, target: Target, takes_bytes: bool = False
+) -> dict[object, KernelJob]:
+    """The job of each distinct kernel that `launch_tower` launches, by what determines its code, in order of first
+    use."""
+    with loading_from_cache(FromCache(collect=True)) as mode:
+        launch_tower(spec, names, dtype, target, takes_bytes)
+    found: dict[object, KernelJob] = {}
+    for job in mode.jobs.values():
+        found.setdefault(job.code, job)
+        hash_sources(job.kernel(), lambda: None, set())
+    return found
+
+
+def launch_tower(
     spec: VisionSpec,
     names: WeightNames,
     dtype: torch.dtype,
     target: Target,
     takes_bytes: bool = False,
     budgets: Sequence[int] | None = None,
-) -> dict[Launch, Callable[[], CompiledKernel]]:
-    """Each distinct kernel -> the function that compiles it, in order of first use (`codegen_checks.compilations`).
+) -> None:
+    """Makes every launch of a tower on the meta device, within a context that notes launches and makes none.
 
     Args:
         names: the tower's parameter names.
@@ -46,14 +59,10 @@ def tower_launches(
     eager = list(itertools.islice(ladder(largest, BEYOND * largest), 1, None)) if budgets is None else []
     limits = limits if budgets is None else replace(limits, token_budgets=tuple(budgets))
     runs = MetaRuns(spec, dtype, limits, lambda: target)
-
-    def launches() -> None:
-        for budget in limits.token_budgets:
-            runs.launch(Run(budget, True, ()), weights)
-        for tokens in eager:
-            runs.launch(Run(tokens, False, ()), weights)
-
-    return compilations(launches)
+    for budget in limits.token_budgets:
+        runs.launch(Run(budget, True, ()), weights)
+    for tokens in eager:
+        runs.launch(Run(tokens, False, ()), weights)
 
 
 def meta_weights(spec: VisionSpec, names: WeightNames, dtype: torch.dtype, takes_bytes: bool = False) -> EncoderWeights:

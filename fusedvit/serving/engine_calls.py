@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.errors import unnamed
+from fusedvit.checks import fallback
+from fusedvit.errors import Reason, unnamed
 from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.runtime.inputs import check_grid
 
@@ -21,12 +22,15 @@ _REFUSED = (TypeError, ValueError)  # raised by `runtime.inputs`
 def answer_of(
     handle: FusedEncoder, tower: nn.Module, pixels: Any, grid: Any, extra: dict[str, Any] | None = None
 ) -> Answer | None:
-    """As `FusedEncoder.answer`, but a call that it refuses is counted and gives None."""
+    """As `FusedEncoder.answer`, but input that it refuses is counted as the reason `engine` and gives None."""
+    ended: Answer | Reason | None = None
     try:
-        return handle.answer(tower, pixels, grid, extra or {})
+        ended = handle.answer_or_reason(tower, pixels, grid, extra or {})
     except _REFUSED as error:
-        handle.leave(unnamed(error), counted=True)
-        return None
+        ended = Reason(fallback.ENGINE, unnamed(error))
+    finally:
+        handle.count(ended.items if isinstance(ended, Answer) else ended)
+    return ended if isinstance(ended, Answer) else None
 
 
 def grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | None:

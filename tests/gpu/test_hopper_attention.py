@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusedvit.bench.ops import compiling_only
 from fusedvit.kernels import backends
 from fusedvit.kernels.hopper.attention_configs import (
     LONG,
@@ -18,7 +19,6 @@ from fusedvit.kernels.hopper.attention_configs import (
     hopper_attention_candidates,
     schedules,
 )
-from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model import ops
 from fusedvit.tolerance import summarize

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from fusedvit.bench.ops import compiling_only
 from fusedvit.kernels.epilogue import RowStats
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, hopper_gemm_candidates
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig, hopper_swap_ab_candidates
-from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments, store_moments
 from fusedvit.kernels.tile_configs import Target, budget

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fusedvit.bench.ops import compiling_only
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.attention_configs import LONG, TINY, schedules
-from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model import ops
 from tests.gpu.test_hopper_gemm import CASES

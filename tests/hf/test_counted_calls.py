@@ -97,6 +97,8 @@ def test_a_call_is_counted_once(exit_: tuple[str, Exit], used: bool, caplog: pyt
     assert stats["calls"] == before["calls"] + 1
     assert stats["fused"] - before["fused"] == (ends == FUSED)
     assert sum(stats["original"].values()) == (ends == ORIGINAL)
+    assert stats["raised"] == (ends == RAISED)
+    assert (", 1 raised" in handle.report()) == (ends == RAISED)
     assert isinstance(answer, Exception) == (ends == RAISED), answer
 
 
@@ -108,8 +110,8 @@ def test_an_engines_call_is_fused_or_original(exit_: tuple[str, Exit], caplog: p
     handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
     found = outcome(exit_[1], _Engine(handle), tower, call)
     stats = handle.stats()
-    if not isinstance(found, Exception):
-        assert stats["calls"] == stats["fused"] + sum(stats["original"].values()) == 1
+    assert stats["calls"] == 1 and stats["raised"] == isinstance(found, Exception)
+    assert stats["fused"] + sum(stats["original"].values()) == 1 - stats["raised"]
 
 
 class _Engine:

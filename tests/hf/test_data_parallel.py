@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,15 @@ def test_rows_in_the_callers_order(devices: int, grid: list[tuple[int, int, int]
     pixels = pixels_of(tower, grid)
     torch.testing.assert_close(encoder(pixels, grid), expected_of(tower, grid), atol=1e-5, rtol=1e-5)
     encoder.close()
+
+
+def test_its_handle_counts_and_reports() -> None:
+    encoder = DataParallelEncoder(family_tower("Qwen3VLVisionModel"), ["cpu"] * 3)
+    encoder(pixels_of(encoder.handle.tower, GRIDS["mixed"]), GRIDS["mixed"])
+    assert encoder.handle.stats()["fused"] == 1 and len(encoder.handle.stats()["copies"]) == 2
+    assert re.fullmatch(r"<DataParallelEncoder: <FusedEncoder of .*>; copies on cpu, cpu>", repr(encoder))
+    encoder.close()
+    assert repr(encoder).endswith("; copies on none>")
 
 
 @each_of([name for name in BY_GRID if "Glm" not in name])
@@ -216,7 +226,7 @@ def test_a_tower_that_never_ran_fused(change: Callable[[nn.Module], None]) -> No
     torch.testing.assert_close(found, expected_of(tower, grid), atol=1e-5, rtol=1e-5)
     assert handle.stats()["calls"] == 1 and sum(handle.stats()["original"].values()) == 1
     fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
-    with pytest.raises(RuntimeError, match="^fusedvit: Qwen3VLVisionModel runs its original code: "):
+    with pytest.raises(RuntimeError, match="^fusedvit: Qwen3VLVisionModel cannot run fused: "):
         encoder(pixels_of(tower, grid), grid)
 
 

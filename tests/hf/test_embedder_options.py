@@ -60,6 +60,15 @@ def test_options_are_checked_when_it_is_built(
         fusedvit.Embedder(checkpoint, **options)
 
 
+def test_its_handle_and_its_repr(checkpoint: Path) -> None:
+    embedder = fusedvit.Embedder(checkpoint, output="tokens")
+    assert isinstance(embedder.handle, fusedvit.FusedEncoder)
+    said = f"<Embedder of Qwen3VLVisionModel: tokens, {embedder.width} channels; <FusedEncoder of "
+    assert repr(embedder).startswith(said)
+    own = fusedvit.Embedder(embedder.handle.tower, tiny_processor(), encode=lambda *given: [])
+    assert repr(own).startswith("<Embedder of Qwen3VLVisionModel: rows of encode; <FusedEncoder")
+
+
 def test_models_that_are_none(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match="fusedvit: model: a checkpoint's folder or hub name, or a model expected"):
         fusedvit.Embedder(None)  # type: ignore[arg-type]

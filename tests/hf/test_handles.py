@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_
 from tests.support.waiting import PATIENCE
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
+ROOT = Path(__file__).resolve().parents[2]
 STRICT = fusedvit.FuseConfig(strict=True)
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -249,6 +251,23 @@ def test_threads_that_fuse_one_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     original = type(part).__mro__[1]
     fusedvit.unfuse(tower)
     assert type(part) is original and found[0].state() == "unfused"
+
+
+def test_a_handle_is_called_as_its_tower() -> None:
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    assert torch.equal(handle(call.pixels, call.grid), handle.concatenated(call.pixels, call.grid))
+    ran_fused(handle, calls=2)
+
+
+def test_public_names_are_documented() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    several = fusedvit.DataParallelEncoder(tiny_tower(), ["cpu"])
+    for found in (several.handle, several):
+        names = [name for name in dir(found) if not name.startswith("_")]
+        assert names and all(hasattr(found, name) for name in names)
+        assert [name for name in names if not re.search(rf"[`.\[ ]{name}[`(.]", pages)] == []
+    assert isinstance(several.handle, fusedvit.FusedEncoder) and several.handle is fusedvit.fuse(several.handle.tower)
 
 
 def test_a_handle_that_is_copied_by_itself() -> None:

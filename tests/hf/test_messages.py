@@ -18,6 +18,7 @@ from fusedvit.api import fuse_sharded
 from fusedvit.checks import fallback
 from fusedvit.checks.as_built import Built
 from fusedvit.runtime.inputs import check_grid
+from tests.support.processors import image_processor
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +60,30 @@ def test_what_is_no_config_is_refused(config: Any) -> None:
     with pytest.raises(TypeError, match=f"^fusedvit: config must be a FuseConfig, got {type(config).__name__}"):
         fusedvit.fuse(tower, config)
     assert "_fusedvit" not in vars(tower)
+
+
+TAKE_CONFIG: dict[str, Callable[..., object]] = {
+    "fuse": lambda tower, **options: fusedvit.fuse(tower, **options),
+    "reconfigure": lambda tower, **options: fusedvit.fuse(tower).reconfigure(**options),
+    "several GPUs": lambda tower, **options: fusedvit.DataParallelEncoder(tower, ["cpu"], **options),
+    "Embedder": lambda tower, **options: fusedvit.Embedder(tower, **options),
+    "fuse_tower": lambda tower, **options: fusedvit.fuse_tower(tower, **options),
+}
+
+
+@pytest.mark.parametrize("function", TAKE_CONFIG.values(), ids=TAKE_CONFIG)
+def test_options_outside_a_config_are_told_where_they_go(function: Callable[..., object]) -> None:
+    said = "^fusedvit: options are given as config=FuseConfig(strict=True, memory='small'), got strict=True, memory="
+    with pytest.raises(TypeError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        function(tiny_tower(), strict=True, memory="small")
+    with pytest.raises(TypeError, match="unexpected keyword argument|got an unexpected|multiple values"):
+        function(tiny_tower(), fast=True)
+
+
+def test_a_processor_in_the_configs_place_is_told_where_it_goes() -> None:
+    said = r"^fusedvit: config must be a FuseConfig, got Qwen2VLImage.+: give a processor by its name, processor="
+    with pytest.raises(TypeError, match=said):
+        fusedvit.fuse(tiny_tower(), image_processor())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["graphs", "strict", "watch_data"])

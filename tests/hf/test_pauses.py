@@ -66,6 +66,20 @@ def test_calls_that_prepare_are_counted_in_a_row() -> None:
     )
 
 
+def test_one_change_after_a_pause_begins_no_other() -> None:
+    pause, changes = Pause(), itertools.count(1)
+    for _ in range(10 * MOST_PREPARING):
+        if pause.prepares(next(changes)):
+            pause.begin(Reason(fallback.CHANGED))
+        while pause.take() is not None:
+            pass
+    pause.begin(Reason(fallback.CHANGING))
+    assert not pause.prepares(next(changes)) and pause.prepares(next(changes))
+    for _ in range(MOST_PREPARING // AS_MUCH_AS):
+        pause.holds()
+    assert not any(pause.prepares(next(changes)) for _ in range(MOST_PREPARING - 1)), "old changes are forgotten"
+
+
 def test_a_change_that_many_threads_meet_is_one() -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
@@ -237,16 +251,17 @@ def test_other_values_at_each_call(write: Callable[[Any], None]) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
     handle = fusedvit.fuse(tower)
-    for _ in range(MOST_PREPARING + FIRST + 1 + 2 * FIRST):
+    for _ in range(MOST_PREPARING + FIRST + 2 + FIRST):
         assert_same(call.run(tower), expected_of(tower, call))
         write(tower)
     stats = handle.stats()
-    assert (stats["fused"], stats["refreshes"]) == (MOST_PREPARING + 1, MOST_PREPARING + 1)
-    assert stats["original"] == {fallback.CHANGED: 3 * FIRST} and handle.reason() is None
-    for _ in range(1 + 4 * FIRST + 2):  # nobody writes any more, which the last two show
+    assert (stats["fused"], stats["refreshes"]) == (MOST_PREPARING + 2, MOST_PREPARING + 2)
+    assert stats["original"] == {fallback.CHANGED: 2 * FIRST} and "paused" in stats["state"]
+    for _ in range(FIRST + 4 * FIRST):  # nobody writes any more: the pause that has begun is the last
         assert_same(call.run(tower), expected_of(tower, call))
-    assert handle.stats()["fused"] == MOST_PREPARING + 4 and handle.stats()["refreshes"] == MOST_PREPARING + 2
-    assert handle.stats()["original"] == {fallback.CHANGED: 7 * FIRST}
+    stats = handle.stats()
+    assert (stats["fused"], stats["refreshes"]) == (MOST_PREPARING + 2 + 4 * FIRST, MOST_PREPARING + 3)
+    assert stats["original"] == {fallback.CHANGED: 3 * FIRST}
 
 
 def test_an_adapter_that_is_switched_on_and_off_in_turn() -> None:
@@ -262,7 +277,7 @@ def test_an_adapter_that_is_switched_on_and_off_in_turn() -> None:
             layer.enable_adapters(i % 2 == 0)
         tower.requires_grad_(False)
         assert_same(call.run(tower), expected_of(tower, call))
-    assert handle.stats()["refreshes"] == MOST_PREPARING + 1
+    assert handle.stats()["refreshes"] == MOST_PREPARING + 2
     assert handle.stats()["original"].keys() == {fallback.CHANGED}
 
 

@@ -196,7 +196,7 @@ def test_a_reason_names_the_transform() -> None:
         (seen, "the dispatch mode Seen"),
         (twice, "the function mode Twice"),
     ):
-        with pytest.raises(RuntimeError, match=f"fusedvit: Qwen3VLVisionModel runs its original code: .*{name}"):
+        with pytest.raises(RuntimeError, match=f"fusedvit: Qwen3VLVisionModel cannot run fused: .*{name}"):
             transform(tower, call)
 
 

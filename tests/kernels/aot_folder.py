@@ -15,31 +15,32 @@ import triton
 from fusedvit.families.qwen3 import NAMES
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.hopper.gluon_compat import AVAILABLE
+from fusedvit.kernels.launch import KernelJob
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
-from fusedvit.runtime.tower_launches import tower_launches
+from fusedvit.runtime.tower_launches import kernels_of
 
 TINY = VisionSpec(2, 144, 2, 72, 288, 96, 16, position_side=4, deepstack=(0,))
 
 
-def compiled(found: list[object]) -> int:
+def compiled(found: list[KernelJob]) -> int:
     """How many of these are compiled, and not found in Triton's cache."""
     begun: list[object] = []
     stages = triton.backends.nvidia.compiler.CUDABackend.add_stages
     with mock.patch.object(
         triton.backends.nvidia.compiler.CUDABackend, "add_stages", lambda *a: begun.append(a) or stages(*a)
     ):
-        for compiling in found:
-            compiling()
+        for job in found:
+            job.build()
     return len(begun)
 
 
 root = Path(sys.argv[1])
 triton.runtime.driver.set_active(AbsentGPU(90))
-launches = tower_launches(TINY, NAMES, torch.bfloat16, target_named("h100"))
-some = [compiling for launch, compiling in launches.items() if launch.name.startswith(("_load", "_store", "_finger"))]
+jobs = kernels_of(TINY, NAMES, torch.bfloat16, target_named("h100")).values()
+some = [job for job in jobs if job.name.startswith(("_load", "_store", "_finger"))]
 assert len(some) >= 4 and AVAILABLE
-problems = compiled_kernels.fill(root / "first", some, 2, lambda *told: None)
+problems = compiled_kernels.fill(root / "first", [job.build for job in some], 2, lambda *told: None)
 (root / "first").rename(root / "moved")
 kinds = sorted({path.suffix for path in (root / "moved").rglob("*") if path.is_file()})
 triton.knobs.cache.dir = str(root / "cache")

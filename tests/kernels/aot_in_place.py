@@ -1,4 +1,5 @@
-"""Run by test_aot.py without the interpreter: prints what `compile_in_place` leaves a launch to compile, as JSON."""
+"""Run by test_aot.py without the interpreter: prints what `compile_in_place` leaves a launch to compile, as JSON;
+after `compiling_only` nothing may be left."""
 
 import json
 from functools import partialmethod
@@ -11,6 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from fusedvit.bench.ops import compiling_only
 from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_in_place
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.linear import linear
@@ -52,8 +54,21 @@ def main() -> None:
     with mock.patch.object(JITFunction, "run", partialmethod(compile_only, JITFunction.run)):
         product()
     later = len(list(Path(triton.knobs.cache.dir).iterdir()))
+    for launch in known:
+        launch.kernel.device_caches.clear()
+    triton.knobs.cache.dir += "/of_a_context"
+    with compiling_only():
+        product()
+        within = len(list(Path(triton.knobs.cache.dir).glob("*")))
+    after = len(list(Path(triton.knobs.cache.dir).glob("*")))
+    with (
+        mock.patch.object(JITFunction, "run", partialmethod(compile_only, JITFunction.run)),
+        mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled again")),
+    ):
+        product()
+    context = {"within": within, "after": after}
     problems = [compiled.problems for compiled in first]
-    print(json.dumps({"problems": problems, "same": first == again, "kept": kept, "later": later}))
+    print(json.dumps({"problems": problems, "same": first == again, "kept": kept, "later": later} | context))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Run by test_aot.py without the interpreter: what whole towers launch, and what is listed of them, as JSON.
 
 `unlike` lists the towers and GPUs where graphs of a tower, in its whole depth, launch other kernels than are listed,
-which are those of a rehearsal. `kernels` are those of the default ladder on an H100 as `tower_launches` tells them
+which are those of a rehearsal. `kernels` are those of the default ladder on an H100 as `kernels_of` tells them
 apart, `keys` as Triton does, by what it would compile.
 """
 
@@ -17,7 +17,7 @@ from fusedvit.bench.ahead_of_time import DTYPES, TARGETS, TOWERS, launches_of
 from fusedvit.bench.towers import class_of, family_and_spec
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.runtime import captured_encoder
-from fusedvit.runtime.tower_launches import tower_launches
+from fusedvit.runtime.tower_launches import kernels_of
 
 BUDGETS = (64, 256, 896, 1408, 4096, 65536)  # with deepstack mergers overlapped with blocks; in line
 encode = captured_encoder.encode
@@ -42,7 +42,7 @@ def unlike() -> list[tuple[str, int]]:
 
 def ladder(tower: str) -> dict[str, int]:
     family, spec = family_and_spec(TOWERS[tower])
-    found = tower_launches(spec, family.names, DTYPES["bf16"], target_named("h100"))
+    found = kernels_of(spec, family.names, DTYPES["bf16"], target_named("h100"))
     triton.runtime.driver.set_active(AbsentGPU(90))
     keys: set[tuple[str, str]] = set()
 
@@ -50,8 +50,8 @@ def ladder(tower: str) -> dict[str, int]:
         keys.add((kernel.__name__, key))
 
     with mock.patch.object(JITFunction, "_do_compile", note):
-        for compiling in found.values():
-            compiling()
+        for job in found.values():
+            job.build()
     return {"kernels": len(found), "keys": len(keys)}
 
 

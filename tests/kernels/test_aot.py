@@ -140,6 +140,7 @@ def test_a_launch_finds_what_was_compiled_in_place(monkeypatch: pytest.MonkeyPat
     found = json.loads(done.stdout)
     assert found["problems"] == [[]] and found["same"]
     assert found["later"] == found["kept"] > 0
+    assert found["within"] == 0 and found["after"] == found["kept"]
 
 
 def test_problems_are_told_apart() -> None:

@@ -43,7 +43,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
         *("api", "fused_encoder", "outputs", "checks", "runtime", "model", "config", "errors", "forks"),
         "tower_copies",
     ),
-    "corpus": ("api", "checkpoint", "checks", "config", "cores", "errors", "pixels"),
+    "corpus": ("api", "checkpoint", "checks", "config", "cores", "errors", "fused_encoder", "pixels"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
 PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}

@@ -188,8 +188,8 @@ def test_what_cannot_be_built(alone: bool) -> None:
 
 
 def encode(handle: Any, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor | None:
-    outputs = handle(tower, pixels, grid, {})
-    return None if outputs is None else side_by_side(outputs, handle.spec)
+    answer = handle.answer(tower, pixels, grid, {})
+    return None if answer is None else side_by_side(answer.outputs, handle.spec)
 
 
 def model() -> Any:

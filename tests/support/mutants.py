@@ -662,7 +662,13 @@ MUTANTS = (
         "hf/tower_copies:a_copy_that",
     ),
     _never("options of a new copy", ENCODER, "copied.config != self.config", "hf/tower_copies:options_replaced"),
-    Mutant("memory of copies", ENCODER, "copied.prepared.release()", "pass", "hf/tower_copies:memory"),
+    Mutant(
+        "memory of copies",
+        ENCODER,
+        "in self._each_prepared():\n            prepared.release()",
+        "in (self.prepared,):\n            prepared.release()",
+        "hf/tower_copies:memory",
+    ),
     Mutant(
         "versions of kept weights",
         CACHE,

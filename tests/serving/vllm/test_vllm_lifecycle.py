@@ -410,14 +410,14 @@ def test_normalisation_is_what_its_buffers_hold(served: Any, own: Any, change: s
 def test_normalisation_that_is_written_to_all_the_time(served: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, model, handle = served
     bias = model.visual.input_norm.bias
-    kept, answer = bias.clone(), FusedEncoder.answer
+    kept, answer = bias.clone(), FusedEncoder.answer_or_reason
 
     def overtaken(self: Any, *arguments: Any) -> Any:
         found = answer(self, *arguments)
         bias.add_(1e-3)
         return found
 
-    monkeypatch.setattr(FusedEncoder, "answer", overtaken)
+    monkeypatch.setattr(FusedEncoder, "answer_or_reason", overtaken)
     before = original(handle).get("engine", 0)
     try:
         got = embed(config, model, GRIDS["image"])

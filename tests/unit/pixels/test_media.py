@@ -5,6 +5,7 @@ import io
 import os
 import re
 import struct
+import sys
 import threading
 import zlib
 from pathlib import Path
@@ -486,6 +487,16 @@ def test_pixels_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     path.write_bytes(data)
     for each in load([data, str(path), path]):
         assert each.frames.flags.writeable and np.array_equal(each.frames[0], wanted)
+
+
+@pytest.mark.parametrize("path, package, name", [(SAMPLE_IMAGE, "PIL", "Pillow"), (SAMPLE_VIDEO, "av", "PyAV")])
+def test_a_decoder_that_is_missing(path: Path, package: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no error of the file: nothing is skipped."""
+    monkeypatch.setitem(sys.modules, package, None)
+    said = rf'^fusedvit: decoding needs {name}: pip install "fusedvit\[cli\]"$'
+    for errors in ("raise", "skip"):
+        with pytest.raises(InputError, match=said):
+            load(path, errors=errors)
 
 
 def test_order_names_and_indices(tmp_path: Path) -> None:
