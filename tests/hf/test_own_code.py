@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from transformers.integrations.flash_attention import flash_attention_forward
 
 import fusedvit
 from fusedvit.checks import fallback
@@ -447,7 +448,9 @@ def test_the_attention_of_one_block() -> None:
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize(
+    "name", ["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"]
+)
 def test_transformers_own_attention_functions_are_fused(name: str) -> None:
     """All of them compute what the fused encoder does; those that are not installed are only named here."""
     tower = tiny_tower()
@@ -457,6 +460,28 @@ def test_transformers_own_attention_functions_are_fused(name: str) -> None:
     handle = fusedvit.fuse(tower, STRICT)
     assert_same(call.run(tower), expected)
     assert handle.stats()["fused"] == 1
+
+
+@pytest.mark.parametrize(
+    "repository, function, fused",
+    [
+        ("kernels-community/flash-attn2", flash_attention_forward, True),
+        ("kernels-community/vllm-flash-attn3@main", flash_attention_forward, True),
+        ("kernels-community/flash-attn2", _capped, False),
+        ("kernels-community/flash-attn2:of_ours", flash_attention_forward, False),
+        ("somebody/flash-attn2", flash_attention_forward, False),
+    ],
+)
+def test_flash_attention_of_repositories(repository: str, function: Any, fused: bool) -> None:
+    """transformers takes these repositories where flash-attn is not installed, with a function of its own; other
+    repositories may compute anything."""
+    tower = tiny_tower()
+    with registered(repository, function):
+        tower.config._attn_implementation_internal = repository
+        handle = fusedvit.fuse(tower)
+        reason = handle.reason()
+        assert (reason is None) == fused
+        assert reason is None or repr(repository) in reason.detail
 
 
 def _remote(base: Any) -> Any:

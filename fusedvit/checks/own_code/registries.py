@@ -25,6 +25,12 @@ _ATTENTION = {
     "flash_attention_3": _FLASH,
     "flash_attention_4": _FLASH,
     "flex_attention": Definition("transformers.integrations.flex_attention", "flex_attention_forward"),
+    "paged|eager": Definition("transformers.integrations.eager_paged", "eager_paged_attention_forward"),
+}
+# Repositories of flash attention that transformers takes where flash-attn is not installed. It registers its own
+# `flash_attention_forward` under their names, which may end in "@" and a revision.
+_FLASH_REPOSITORIES = {
+    f"kernels-community/{name}" for name in ("flash-attn2", "flash-attn3", "flash-attn4", "vllm-flash-attn3")
 }
 _FOLLOWED = ("sdpa",)  # the other functions load their kernels at their first call
 _MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
@@ -77,11 +83,16 @@ def _follow_attention(walk: CodeWalk, module: nn.Module) -> None:
     _follow_registry(walk, interface, name)
     found = interface.get(name, scope.get(_EAGER)) if name is not None else scope.get(_EAGER)
     eager = Definition(type(module).__module__, _EAGER)
-    expected = eager if name in (None, "eager") else _ATTENTION.get(name)
+    expected = eager if name in (None, "eager") else _ATTENTION.get(_kind_of(name))
     if expected is None or definition_of(found) != expected:
         walk.found.note_foreign(f"the attention function {name!r} is {describe(found)}")
     elif isinstance(found, FunctionType) and (name in _FOLLOWED or expected == eager):
         walk.follow(found, expected, f"the attention function {name!r}")
+
+
+def _kind_of(name: str | None) -> str | None:
+    """The name of transformers' own for an attention implementation: that of flash attention for its repositories."""
+    return "flash_attention_2" if name is not None and name.partition("@")[0] in _FLASH_REPOSITORIES else name
 
 
 def _follow_masks(walk: CodeWalk, tower: nn.Module) -> None:
@@ -93,7 +104,7 @@ def _follow_masks(walk: CodeWalk, tower: nn.Module) -> None:
     name = getattr(vars(tower).get("config"), "_attn_implementation", None)
     if _is_registry(walk, interface, _MASKS, _MASKS_CLASS):
         _follow_registry(walk, interface, name)
-        found, expected = interface.get(name), _MASK.get(name)
+        found, expected = interface.get(name), _MASK.get(_kind_of(name))
         if found is not None and expected is not None:
             walk.follow(found, expected, f"the mask function {name!r}")
         elif found is not None:
