@@ -5,6 +5,7 @@ original class under the same name, whose `forward` runs fused or falls back to 
 """
 
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -19,8 +20,7 @@ from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
-from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
-from fusedvit.checks.own_forward import bypass
+from fusedvit.checks.find_tower import derived, find_tower, nothing_in, towers_in
 from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
 from fusedvit.config import FuseConfig, check_config, takes_config
 from fusedvit.errors import Reason, UnsupportedModel, unnamed
@@ -97,7 +97,7 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
     known = tower.__dict__.get(HANDLE)
     if known is not None and known.serves(tower):
         if fused_class(type(tower)) is not None:
-            return _fuse_again(tower, known, config, processor)
+            return _fuse_again(known, config, processor)
         unfuse(tower)  # an interrupted `unfuse` left a handle that no call reaches
     handle = _fuse(tower, config or FuseConfig())
     if processor is not None:
@@ -109,19 +109,15 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
     return handle
 
 
-def _fuse_again(tower: nn.Module, known: FusedEncoder, config: FuseConfig | None, processor: Any) -> FusedEncoder:
+def _fuse_again(known: FusedEncoder, config: FuseConfig | None, processor: Any) -> FusedEncoder:
     """Gives a fused tower new options and one more processor. If either is refused, neither is applied."""
-    replaced = config is not None and config != known.config
-    if config is not None and replaced:
-        known.prepared.check(config)
-        why = bypass(tower)
-        if why is not None and config.strict:
-            raise fallback.refused(own_class(type(tower)).__name__, why)
+    options = known.config if config is None else config
+    known.prepared.check(options)
+    known.check_reached(options.strict)
     if processor is not None:
         _take_bytes(known, processor)
-    if config is not None and replaced:
-        known.reconfigure(config)
-        known.check_reached()
+    if options != known.config:
+        known.reconfigure(options)
     return known
 
 
@@ -143,10 +139,7 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     original = own_class(type(tower))
     family = family_of(original.__name__)
     if family is None:
-        raise UnsupportedModel(
-            f"{name_of(original)} cannot be fused: it was derived from a "
-            "fused tower's class; derive it from the original class"
-        )
+        raise UnsupportedModel(f"{name_of(original)} cannot be fused: {derived(original)}")
     try:
         spec = family.spec_from_config(tower.config)
     except (TypeError, ValueError) as error:
@@ -155,7 +148,7 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     try:
         tower.__dict__[HANDLE] = handle
         _replace_base(tower, original, fused)
-        handle.check_reached()
+        handle.check_reached(config.strict)
         take(handle.weights.first_parameter().device)
         handle.check_early()
     except BaseException:
@@ -330,7 +323,7 @@ def _fused_class(original: Any) -> Any:
             self.__dict__[HANDLE] = handle.of_copy(self)
 
     body = {
-        "forward": functools.wraps(original.forward)(forward if call is None else call(forward)),
+        "forward": _in_place_of(original.forward, forward if call is None else call(forward)),
         "__reduce_ex__": reduce,
         "__setstate__": set_state,
         "__module__": original.__module__,
@@ -340,6 +333,18 @@ def _fused_class(original: Any) -> Any:
     }
     fused = type(original.__name__, (original,), body)
     return fused
+
+
+def _in_place_of(original: Any, forward: Any) -> Any:
+    """Gives `forward` the names, the documentation and the signature of `original`, which it replaces.
+
+    It gets no `__wrapped__`: accelerate's `unwrap_model` installs the last function that this attribute leads to, so
+    that calls would go past the fused encoder.
+    """
+    functools.update_wrapper(forward, original)
+    forward.__signature__ = inspect.signature(original)
+    del forward.__wrapped__
+    return forward
 
 
 def call_original(tower: nn.Module, pixels: Any, grid: Any, **kwargs: Any) -> Any:
@@ -372,7 +377,6 @@ def _engine_class(original: Any, call: EngineCall) -> Any:
 
     refuse = torch.compiler.assume_constant_result(_refuse_compiled)
 
-    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         handle: FusedEncoder | None = self.__dict__.get(HANDLE)
         if torch.compiler.is_dynamo_compiling() and _is_strict(self):
@@ -382,7 +386,8 @@ def _engine_class(original: Any, call: EngineCall) -> Any:
         found = call(handle, self, *args, **kwargs)
         return original.forward(self, *args, **kwargs) if found is None else found
 
-    body = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__, ORIGINAL: original}
+    body = {"forward": _in_place_of(original.forward, forward), "__module__": original.__module__}
+    body |= {"__doc__": original.__doc__, ORIGINAL: original}
     fused = type(original)(original.__name__, (original,), body)
     fused.__qualname__ = original.__qualname__
     return fused

@@ -10,12 +10,14 @@ from torch import nn
 
 from fusedvit.api import call_original, fuse
 from fusedvit.checks.find_tower import find_tower
+from fusedvit.checks.forward_hooks import marks_for_gradients
 from fusedvit.config import FuseConfig, takes_config
 from fusedvit.errors import Reason, first_line
 from fusedvit.forks import is_held, renew_in_children
 from fusedvit.fused_encoder import FusedEncoder, rows_of
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
+from fusedvit.outputs.gradients import with_gradients
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
@@ -99,7 +101,7 @@ class DataParallelEncoder:
         self._handle.count(found.ended)
         if found.rows is None:
             return rows_of(call_original(self._tower, pixel_values, grid, return_dict=True))
-        return found.rows
+        return with_gradients([found.rows])[0] if marks_for_gradients(self._tower) else found.rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("fusedvit: a DataParallelEncoder cannot be copied or pickled: copy its model, and make another")

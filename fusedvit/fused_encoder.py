@@ -514,14 +514,14 @@ class FusedEncoder:
         for prepared in self._each_prepared():
             prepared.end()
 
-    def check_reached(self) -> None:
+    def check_reached(self, strict: bool) -> None:
         """Warns if an attribute `forward` of the tower makes calls bypass the fused encoder.
 
         Raises:
-            RuntimeError: they do, with `strict=True`.
+            RuntimeError: they do, and `strict`.
         """
         why = bypass(self.tower)
-        if why is not None and self.config.strict:
+        if why is not None and strict:
             raise fallback.refused(self._name, why)
         if why is not None:
             logger.warning("%s", fallback.message(self._name, why))

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from fusedvit.checks.ownership import ORIGINAL, fused_class
+
 _ATTENDED = {"query", "key", "value"}  # parameters of every attention function
-_OURS = __name__.partition(".")[0]
 _HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`outputs` sees to the first)
 _REGISTRY = "transformers.modeling_utils"  # where attention functions are registered
 
@@ -78,7 +79,9 @@ def configured(config: object, name: str) -> Any:
 
 
 def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> ArgumentRules:
-    roots = [*_chain(cls.__dict__.get("forward", cls.forward))]  # type: ignore[attr-defined]
+    fused = fused_class(cls)
+    original: Any = cls if fused is None else vars(fused)[ORIGINAL]
+    roots = [*_chain(original.forward)]
     if _hands_on(roots[-1]):
         for module in inner:
             if module is not cls:
@@ -119,10 +122,10 @@ def _gives(specs: Any, inner: frozenset[type]) -> bool:
 
 
 def _chain(function: Any) -> Iterator[FunctionType]:
-    """A function and the functions that it wraps, without fusedvit's."""
+    """A function and the functions that it wraps."""
     while function is not None:
         function = getattr(function, "__func__", function)
-        if isinstance(function, FunctionType) and not function.__globals__["__name__"].startswith(_OURS):
+        if isinstance(function, FunctionType):
             yield function
         function = getattr(function, "__wrapped__", None)
 

@@ -7,23 +7,22 @@ leave no trace there (`param.data.copy_`) are left to the fingerprint of the con
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Collection, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
 from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import CAUSAL, dropouts
+from fusedvit.checks.forward_hooks import NEVER_CALLED, fires, hooks_on_embedding
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import own_class
 from fusedvit.checks.recorded import (
-    HOOKS,
     KEYS,
     REGISTRIES,
     Attributes,
@@ -33,17 +32,12 @@ from fusedvit.checks.recorded import (
     Written,
     registered,
 )
-from fusedvit.checks.source_code import Definition, cells_of, definition_of
+from fusedvit.checks.source_code import cells_of
 
 HANDLE = "_fusedvit"  # key of the handle in the `__dict__` of a fused tower
-_CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
-_MARKS_FOR_GRADIENTS = Definition(
-    "transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
-)
 _held_by = attrgetter("cell_contents")
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
-_CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
+_CONTAINERS = (*NEVER_CALLED, nn.Sequential)
 _CONFIG = ("_attn_implementation", "attribute_map", "__getattribute__", "__getattr__", "__mro__")  # of its class
 _parts_of_partial = attrgetter("func", "args", "keywords")
 _wants_gradient = attrgetter("requires_grad")
@@ -124,6 +118,7 @@ class Snapshot:
         instances: `__dict__` of every inner module, in which a new entry may hide one of the class or of a registry.
         parameters: every parameter that the tower as it stands computes with; not those of inactive adapters.
         buffers: every buffer that the tower computes with.
+        embedding: the registry of `hooks_on_embedding`.
         classes: the class of each of `classed`, which an assignment to `__class__` changes.
         classed: every inner module once, the configs of all modules, and accelerate's hooks.
         homes: `__dict__` of each of `classed`.
@@ -145,6 +140,7 @@ class Snapshot:
     instances: Instances
     parameters: Tensors
     buffers: Tensors
+    embedding: dict[int, Any]
     classes: list[type]
     classed: tuple[Any, ...]
     homes: tuple[dict[str, Any], ...]
@@ -182,9 +178,10 @@ class Snapshot:
             registries=registries,
             lengths=list(map(len, registries)),
             orders=(ordered, list(map(tuple, ordered))),
-            instances=Instances.of(inner, (m for m in inner if not isinstance(m, _NEVER_CALLED))),
+            instances=Instances.of(inner, (m for m in inner if not isinstance(m, NEVER_CALLED))),
             parameters=Tensors.of((m._parameters, name) for m in read for name in m._parameters),
             buffers=Tensors.of((m._buffers, name) for m in read for name in m._buffers if name in buffers),
+            embedding=hooks_on_embedding(tower),
             classes=list(map(type, classed)),
             classed=classed,
             homes=tuple(map(vars, classed)),
@@ -228,7 +225,7 @@ class Snapshot:
         return (
             self._has_its_entries()
             and list(map(tuple, self.orders[0])) == self.orders[1]
-            and not any(map(fires, filter(None, self.instances.hooks)))
+            and not any(map(fires, filter(None, self.instances.hooks), repeat(self.embedding)))
             and list(map(type, self.classed)) == self.classes
             and self.attributes.hold_the_same()
             and list(map(_parts_of_partial, self.partials[0])) == self.partials[1]
@@ -283,32 +280,3 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
         yield from ((attributes, name) for name in attributes.keys() & own.names)
         yield from ((attributes, name) for name in ("_attn_implementation_internal", CAUSAL))
     yield from ((vars(module), "training") for module in dropouts(tower))
-
-
-def hooked(tower: nn.Module) -> str:
-    """The path of the first inner module with a hook that would fire; "" if there is none."""
-    for path, module in tower.named_modules():
-        if path and not isinstance(module, _NEVER_CALLED) and any(fires(getattr(module, name)) for name in HOOKS):
-            return path
-    return ""
-
-
-def fires(hooks: dict[int, Callable[..., Any]]) -> bool:
-    """Whether this registry has a hook that is not one of transformers' idle hooks."""
-    return not all(map(_is_idle, hooks.values()))
-
-
-def _is_idle(hook: Callable[..., Any]) -> bool:
-    """Whether `hook` has no effect: it captures outputs that are not requested, or it marks embeddings for gradients
-    (`gradient_checkpointing_enable`) while gradients are off."""
-    function = hook.func if type(hook) is partial else hook
-    if getattr(function, "__module__", None) == _CAPTURING_HOOKS:  # any function may claim this, so its code is checked
-        return isinstance(function, FunctionType) and function.__code__ is _capturing_code(function)
-    return not torch.is_grad_enabled() and definition_of(hook) == _MARKS_FOR_GRADIENTS
-
-
-@lru_cache(maxsize=256)
-def _capturing_code(function: FunctionType) -> CodeType | None:
-    """The code of `function`, if it is one of transformers' capturing hooks; cached, as each call needs it."""
-    found = definition_of(function)
-    return function.__code__ if found is not None and found.module == _CAPTURING_HOOKS else None

@@ -17,7 +17,8 @@ from fusedvit.checks.as_built import (
     wrong_parameters,
     wrong_spec,
 )
-from fusedvit.checks.change_detection import Snapshot, hooked
+from fusedvit.checks.change_detection import Snapshot
+from fusedvit.checks.forward_hooks import hooked
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import foreign_class

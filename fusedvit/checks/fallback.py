@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fusedvit.checks.arguments import asked_for, rules_of
+from fusedvit.checks.forward_hooks import marks_for_gradients
 from fusedvit.errors import BEYOND_FP16, EMPTY_ITEMS, ODD_POSITIONS, SPARSE, Reason
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import LastNormNames
@@ -105,8 +106,10 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
         return reason
     if _global.get("_global_forward_hooks") or _global.get("_global_forward_pre_hooks"):
         return Reason(HOOKS)
-    if torch.is_grad_enabled() and _wants_grad(module, pixels):
-        return Reason(GRADIENTS)
+    if torch.is_grad_enabled():
+        reason = _reason_of_gradients(module, pixels)
+        if reason is not None:
+            return reason
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         reason = _reason_of_autocast(module)
         if reason is not None:
@@ -154,7 +157,20 @@ def _reason_of_autocast(module: torch.nn.Module) -> Reason | None:
     return None
 
 
-def _wants_grad(module: torch.nn.Module, pixels: object) -> bool:
-    if isinstance(pixels, torch.Tensor) and pixels.requires_grad:
-        return True
-    return any(p.requires_grad for p in module.parameters())
+def _reason_of_gradients(module: torch.nn.Module, pixels: object) -> Reason | None:
+    taken = isinstance(pixels, torch.Tensor) and pixels.requires_grad
+    if taken or any(p.requires_grad for p in module.parameters()):
+        return Reason(GRADIENTS)
+    if _is_checkpointed() and marks_for_gradients(module):  # only a marked call saves tensors
+        return Reason(GRADIENTS, "a checkpoint that is not reentrant counts the tensors that the call saves")
+    return None
+
+
+def _is_checkpointed() -> bool:
+    """Whether `torch.utils.checkpoint(..., use_reentrant=False)` runs the call, now or a second time.
+
+    It raises if the two runs save different numbers of tensors for the backward pass, as they would if the first ran
+    the original code (`kernels not ready`) and the second ran fused.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fusedvit.checks.ownership import fused_class, own_class
+from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
 from fusedvit.errors import UnsupportedModel
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.families.unsupported import UNSUPPORTED
@@ -38,6 +38,16 @@ def _is_tower(cls: type) -> bool:
 def nothing_in(model: nn.Module) -> str:
     """Message: why nothing in `model` can be fused, and which towers are supported."""
     known = "; ".join(f"{family.name} ({', '.join(family.class_names)})" for family in FAMILIES)
-    held = dict.fromkeys(name for name in (type(m).__name__ for m in model.modules()) if name in UNSUPPORTED)
-    why = "".join(f" {name} is not: {UNSUPPORTED[name]}." for name in held)
+    classes = dict.fromkeys(type(m) for m in model.modules())
+    held = {cls.__name__: UNSUPPORTED[cls.__name__] for cls in classes if cls.__name__ in UNSUPPORTED}
+    held |= {name_of(cls): reason for cls in classes if (reason := derived(cls))}
+    why = "".join(f" {name} is not: {reason}." for name, reason in held.items())
     return f"{type(model).__name__} holds no supported vision tower.{why} Supported: {known}"
+
+
+def derived(cls: type) -> str:
+    """Why `cls` is not supported, if it derives from a supported tower class or a fused class; else ""."""
+    bases = (c.__name__ for c in cls.__mro__ if ORIGINAL in vars(c) or family_of(c.__name__) is not None)
+    base = next(bases, cls.__name__)
+    advice = f"it derives from {base}, and only {base} itself is taken: set the tower's __class__ to {base}"
+    return "" if base == cls.__name__ else advice

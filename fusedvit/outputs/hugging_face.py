@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from fusedvit.checks.arguments import asked_for, configured, rules_of
+from fusedvit.checks.forward_hooks import marks_for_gradients
 from fusedvit.checks.recorded import version_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
+from fusedvit.outputs.gradients import with_gradients
 from fusedvit.outputs.lazy import HIDDEN_STATES, Ambient, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.pixels.byte_pixels import BytePixels
 
@@ -35,6 +37,9 @@ def to_hugging_face(
         call: the pixels, the grid and the keyword arguments of the call.
     """
     arguments = call[2]
+    if marks_for_gradients(tower):
+        hidden, *merged = with_gradients((outputs.hidden, *outputs.merged))
+        outputs = EncoderOutputs(hidden, tuple(merged))
     record = _record(original, handle, outputs)
     for name, given in asked_for(tower, rules_of(tower), arguments):
         if name != HIDDEN_STATES:
@@ -99,7 +104,9 @@ def _hidden_states(
     changed = _changed_since_now(tower, handle, selected)
     last, ambient = record.last_hidden_state, Ambient.now(device.type)
     count = _count(tower) if isinstance(selection, bool) else None
-    return HiddenStates(original.__name__, run, inputs, ambient, changed, (last, version_of(last)), count)
+    return HiddenStates(
+        original.__name__, run, inputs, ambient, changed, (last, version_of(last)), count, last.requires_grad
+    )
 
 
 def _count(tower: nn.Module) -> int | None:

@@ -19,6 +19,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedvit.checks.recorded import version_of
+from fusedvit.outputs.gradients import with_gradients
 from fusedvit.outputs.unread import CannotRead, Hidden, Source, UnreadStates
 
 HIDDEN_STATES = "hidden_states"
@@ -132,6 +133,7 @@ class HiddenStates:
         changed: returns what about the tower has changed since the call, for messages; "" for nothing.
         last: the call's last hidden state, which `run` must reproduce, and its version.
         count: how many hidden states there are; None if the call selects some.
+        marked: whether they require gradients; see `outputs.gradients`.
     """
 
     tower: str
@@ -141,6 +143,7 @@ class HiddenStates:
     changed: Callable[[], str]
     last: tuple[torch.Tensor, int | None]
     count: int | None
+    marked: bool
 
     def compute(self) -> Hidden:
         """The hidden states.
@@ -152,7 +155,13 @@ class HiddenStates:
         if tracer:
             raise CannotRead(_TRACED.format(self.tower, tracer))
         with self.ambient.restored():
-            return self._compute()
+            found = self._compute()
+            return self._with_gradients(found) if self.marked else found
+
+    def _with_gradients(self, hidden: Hidden) -> Hidden:
+        new = [t for t in hidden if t is not None and t is not self.last[0]]
+        marked = dict(zip(map(id, new), with_gradients(new) if new else (), strict=True))
+        return tuple(marked.get(id(t), t) for t in hidden)
 
     def _compute(self) -> Hidden:
         if not all(state.unchanged() for state in self.inputs):
@@ -201,6 +210,7 @@ def _close(ours: torch.Tensor, ref: torch.Tensor) -> bool:
 def with_lazy_hidden_states(record: Any, hidden: HiddenStates) -> Any:
     """`record`, a new output record of Hugging Face's, with hidden states that are computed when first read."""
     like = hidden.last[0].detach().new_empty(0)
+    like = with_gradients([like])[0] if hidden.marked else like
     uniform = hidden.ambient.autocast[1] is None
     return _become_lazy(record, UnreadStates.of(Source(hidden.compute, hidden.count, like, uniform)))
 

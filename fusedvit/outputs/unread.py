@@ -103,7 +103,7 @@ class UnreadTensor(torch.Tensor):
         if self._value is None:
             if self._before is not None and self._conversion is not None:
                 function, args, kwargs = self._conversion
-                with torch.no_grad():
+                with torch.set_grad_enabled(self._like.requires_grad):
                     self._value = function(self._before.read(), *args, **kwargs)
             else:
                 self._value = self._of(self._source.read())

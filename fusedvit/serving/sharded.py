@@ -18,8 +18,9 @@ from torch import nn
 
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.as_built import Built, wrong_attributes, wrong_modules
-from fusedvit.checks.change_detection import Snapshot, hooked
+from fusedvit.checks.change_detection import Snapshot
 from fusedvit.checks.checked_tower import CheckedTower
+from fusedvit.checks.forward_hooks import hooked
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.graphs.manager import MIB

@@ -103,19 +103,18 @@ def test_trainer_in_bf16(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen2VisionTransformerPretrainedModel", "Glm4vVisionModel"])
 def test_gradient_checkpointing(name: str) -> None:
-    """It hooks the patch embedding to mark what it gives for gradients: nothing where nobody takes any."""
+    """It marks what the patch embedding gives for gradients; tests/hf/test_gradient_checkpointing.py has the rest."""
     tower = family_tower(name)
     tower.gradient_checkpointing_enable()
     tower.train()
     original, call = copy_of(tower), Call.of(tower, MIX)
-    handle = fusedvit.fuse(tower)
+    handle = fusedvit.fuse(tower, STRICT)
     for _ in range(2):
         assert_same(call.run(tower), call.run(original))
-    assert handle.stats()["fused"] == 2, handle.stats()["details"]
     marked = call.record(original).pooler_output.requires_grad  # not where the class names no embeddings
     assert call.record(tower).pooler_output.requires_grad == marked
     assert_same(call.run(tower), call.run(original))
-    assert handle.stats()["fused"] == 4 - marked
+    ran_fused(handle, calls=4)
 
 
 def test_gradient_checkpointing_is_no_change() -> None:

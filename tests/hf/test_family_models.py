@@ -1,7 +1,9 @@
 """Whole models of the Qwen families that tests/support/towers.py does not build: fuse finds the tower."""
 
+import copy
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -197,3 +199,48 @@ def test_colqwen2(marked: bool) -> None:
         torch.testing.assert_close(model(**arguments).embeddings, expected, rtol=1e-4, atol=1e-5)
     assert handle.tower is model.vlm.visual
     ran_fused(handle, calls=1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+def test_training_a_language_model_under_gradient_checkpointing(
+    name: str, lora: bool, reentrant: bool, tmp_path: Any
+) -> None:
+    """With Hugging Face's Trainer and a frozen tower: every call runs fused, and the same weights are trained.
+
+    By SGD: Adam would amplify the rounding of gradients that are zero, as those of a bias of keys are.
+    """
+    model = tiny_model(name).requires_grad_(True)
+    tower_of(model).requires_grad_(False)
+    handle = fusedvit.fuse(model, STRICT)
+    plain = fusedvit.unfuse(copy.deepcopy(model))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for each in (model, plain):
+        _train(_with_lora(each) if lora else each, arguments_for(model), str(tmp_path), reentrant)
+    ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert ours.keys() == theirs.keys() and any("lora_" in n for n in ours) == lora
+    for parameter, expected in theirs.items():
+        assert error_of(ours[parameter].detach(), expected.detach()) < 1e-5, parameter
+    changed = [n for n, p in ours.items() if n in before and not p.equal(before[n])]
+    assert (not changed) if lora else any("language_model" in n for n in changed)
+    assert not lora or any(p.any() for n, p in ours.items() if "lora_B" in n)  # which begin as zeros
+    ran_fused(handle, calls=6)  # images and videos of three steps
+
+
+def _with_lora(model: Any) -> Any:
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=r".*language_model.*(q|v)_proj"))
+
+
+def _train(model: Any, inputs: dict[str, torch.Tensor], folder: str, reentrant: bool) -> None:
+    sample = inputs | {"labels": inputs["input_ids"]}
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, use_cpu=True, max_steps=3, report_to=[], save_strategy="no", disable_tqdm=True,
+        per_device_train_batch_size=1, dataloader_pin_memory=False, logging_strategy="no",
+        optim="sgd", learning_rate=0.5, gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+    )  # fmt: skip
+    transformers.Trainer(
+        model=model, args=arguments, train_dataset=[sample] * 3, data_collator=lambda batch: batch[0]
+    ).train()

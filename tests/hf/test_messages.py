@@ -19,7 +19,7 @@ from fusedvit.checks import fallback
 from fusedvit.checks.as_built import Built
 from fusedvit.runtime.inputs import check_grid
 from tests.support.processors import image_processor
-from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_same, copy_of, modeling, ran_fused, tiny_model, tiny_tower
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -253,6 +253,24 @@ def test_a_subclass_of_a_fused_class_is_named_and_goes_with_its_towers() -> None
         del tower
     gc.collect()
     assert [cls() for cls in kept] == [None, None]
+
+
+@pytest.mark.parametrize("of", ["the original class", "the fused class"])
+def test_advice_about_a_subclass_works(of: str) -> None:
+    model = tiny_model()
+    tower = model.model.visual
+    if of == "the fused class":
+        fusedvit.fuse(model)
+    tower.__class__ = type("Own", (type(tower),), {"__module__": "theirs"})
+    if of == "the fused class":
+        fusedvit.unfuse(model)
+    what = "theirs.Own (is not|cannot be fused): it derives from Qwen3VLVisionModel, .* set the tower's __class__ to "
+    with pytest.raises(fusedvit.UnsupportedModel, match=rf"{what}Qwen3VLVisionModel\b"):
+        fusedvit.fuse(model)
+    tower.__class__ = modeling().Qwen3VLVisionModel
+    handle = fusedvit.fuse(model, fusedvit.FuseConfig(strict=True))
+    Call.of(tower, GRIDS["smallest"]).run(tower)
+    ran_fused(handle, calls=1)
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])

@@ -1,6 +1,7 @@
 """A `forward` put on the tower itself: where it leads past the fused encoder we say so, else calls run fused."""
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 
 import fusedvit
 from fusedvit.checks import fallback
+from fusedvit.checks.as_built import Built
 from fusedvit.checks.own_forward import bypass
-from tests.support.families import BY_GRID, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_bitwise, ran_fused, tiny_tower
+from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
+from tests.support.towers import GRIDS, Call, assert_bitwise, copy_of, ran_fused, tiny_tower
 
 STRICT = fusedvit.FuseConfig(strict=True)
 Put = Callable[[Any], None]
@@ -165,3 +167,57 @@ def wrapped(function: Any) -> Any:
         return function(*arguments, **keywords)
 
     return call
+
+
+def test_accelerates_unwrapping_leads_to_the_fused_encoder() -> None:
+    """It sets the last function that `__wrapped__` leads to as the tower's `forward`."""
+    from accelerate import Accelerator
+
+    tower = bf16_tower()
+    handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, GRIDS["mix"])
+    expected, accelerator = call.run(tower), Accelerator(mixed_precision="bf16", cpu=True)
+    assert accelerator.unwrap_model(accelerator.prepare(tower), keep_fp32_wrapper=False) is tower
+    assert "forward" in vars(tower)
+    assert_bitwise(call.run(tower), expected)
+    assert fusedvit.fuse(tower) is handle and handle.reason() is None
+    ran_fused(handle, calls=2)
+    fusedvit.unfuse(tower)
+    assert "forward" not in vars(tower)
+
+
+@each_of(INSTALLED)
+def test_signature_and_names_of_forward(name: str) -> None:
+    tower = family_tower(name)
+    before, signature = type(tower).forward, inspect.signature(tower.forward)
+    fusedvit.fuse(tower)
+    after = type(tower).forward
+    assert after is not before and inspect.signature(tower.forward) == signature
+    assert inspect.unwrap(after) is after  # past it lies the original code
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
+        assert getattr(after, attribute) == getattr(before, attribute)
+
+
+def test_fusing_again_tells_of_a_forward_that_was_put_since(caplog: pytest.LogCaptureFixture) -> None:
+    tower = bf16_tower()
+    original = type(tower).forward
+    handle = fusedvit.fuse(tower)
+    tower.forward = types.MethodType(original, tower)
+    assert fusedvit.fuse(tower) is handle
+    assert [fallback.BYPASSED in r.getMessage() for r in caplog.records if r.name == "fusedvit"] == [True]
+    del tower.forward
+    fusedvit.fuse(tower, STRICT)
+    tower.forward = types.MethodType(original, tower)
+    for config in (None, STRICT):
+        with pytest.raises(RuntimeError, match=fallback.BYPASSED):
+            fusedvit.fuse(tower, config)
+
+
+def test_an_engines_forward_leads_no_further() -> None:
+    tower = tiny_tower()
+    known, signature = fusedvit.fuse(copy_of(tower)), inspect.signature(tower.forward)
+    fusedvit.fuse_tower(
+        tower, known.family, known.spec, built=Built.of(tower), call=lambda handle, tower, *args, **kwargs: None
+    )
+    after = type(tower).forward
+    assert inspect.unwrap(after) is after and inspect.signature(tower.forward) == signature
+    assert after.__qualname__ == "Qwen3VLVisionModel.forward"

@@ -26,6 +26,7 @@ WALK, FOUND, HELD = (f"fusedvit/checks/own_code/{name}.py" for name in ("walk", 
 TORCHS, LOOKED_UP, CODE = (f"fusedvit/checks/own_code/{n}.py" for n in ("torch_names", "registries", "tower_code"))
 ADAPTERS, ACCELERATE = "fusedvit/checks/adapters.py", "fusedvit/checks/accelerate_hooks.py"
 SOURCE, RECORDED = "fusedvit/checks/source_code.py", "fusedvit/checks/recorded.py"
+IN_HOOKS = "fusedvit/checks/forward_hooks.py"
 CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py"
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
@@ -89,7 +90,7 @@ MUTANTS = (
     _clause("registries of instances", "self.registries.unchanged()", "hf/changed_in_place:what_a_tower", RECORDED),
     _clause(
         "hooks",
-        "not any(map(fires, filter(None, self.instances.hooks)))",
+        "not any(map(fires, filter(None, self.instances.hooks), repeat(self.embedding)))",
         "hf/fallback:removed_hook hf/fallback:hooks_that",
     ),
     _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/changes"),
@@ -298,7 +299,7 @@ MUTANTS = (
         "classes of accelerate's hooks", CHANGE, "accelerate_hooks.hooks_of(m)))", "()))", "hf/accelerate:what_accel"
     ),
     Mutant(
-        "hooks that lie", CHANGE, "function.__code__ is _capturing_code(function)", "True", "hf/fallback:hooks_that"
+        "hooks that lie", IN_HOOKS, "function.__code__ is _capturing_code(function)", "True", "hf/fallback:hooks_that"
     ),
     _never(
         "parameters without a shape",
@@ -403,7 +404,23 @@ MUTANTS = (
     _without(
         "global forward pre-hooks", FALLBACK, ' or _global.get("_global_forward_pre_hooks")', "hf/fallback:hooks_on"
     ),
-    Mutant("gradients", FALLBACK, "if torch.is_grad_enabled() and", "if False and", "hf/state:training"),
+    Mutant("gradients", FALLBACK, "if torch.is_grad_enabled():", "if False:", "hf/state:training"),
+    _never(
+        "saved tensors",
+        FALLBACK,
+        "_is_checkpointed() and marks_for_gradients(module)",
+        "hf/gradient_checkpointing:a_tower",
+    ),
+    Mutant(
+        "marks elsewhere", IN_HOOKS, "repeat(hooks is embedding)", "repeat(True)", "hf/gradient_checkpointing:other"
+    ),
+    Mutant(
+        "outputs that require gradients",
+        "fusedvit/outputs/hugging_face.py",
+        "if marks_for_gradients(tower):",
+        "if False:",
+        "hf/gradient_checkpointing:outputs",
+    ),
     _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/autocast:autocast"),
     Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/arguments:keywords"),
     _never("copies of a tower", ENCODER, "self._tower() is not tower", "hf/handles:a_copy hf/handles:rep"),
