@@ -154,7 +154,7 @@ def _epilogue(
         common["bias"][i],
         NormFold(common["stats"], common["colsum"][i], spec.norm_eps) if parts & {"norm", "rms"} else None,
         activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
-        limit=spec.glu_limit if "swiglu" in parts else 0.0,
+        limit=spec.glu_limit if "swiglu" in parts else None,
         stats=RowStats.over(common["moments"], rows, n, config.block_n) if "stats" in parts else None,
         **{name: common[name] for name in ("taps", "rope", "residual", "scratch", "heads")},
     )

@@ -5,13 +5,14 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from einops import rearrange
 from torch import nn
 
 from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.checks.ownership import own_class
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.model.spec import VisionSpec
@@ -272,10 +273,10 @@ def inputs_of(
     tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The arguments with which `call_tower` calls a tower: pixels, and the grid or positions by name."""
-    merge = getattr(tower.config, "pooling_kernel_size", 0)
-    if not merge:
+    family, config = family_of(own_class(type(tower)).__name__), cast(Any, tower.config)
+    if family is None or family.call is None:
         return pixels, {"grid_thw": grid}
-    images, positions = padded_images(pixels, grid.tolist(), merge)
+    images, positions = padded_images(pixels, grid.tolist(), config.pooling_kernel_size)
     return images, {"pixel_position_ids": positions}
 
 

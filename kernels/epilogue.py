@@ -10,6 +10,7 @@ this stays exact when one channel is hundreds of times the rest, as in trained t
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -156,8 +157,8 @@ class Epilogue:
         bias: `[N]`, any float dtype.
         activation: one of `ACTIVATIONS`. "swiglu" takes columns in pairs (gate, up) and gives silu(gate) * up, half as
             many columns; "geglu_tanh" gives gelu_tanh(gate) * up.
-        limit: clamps swiglu's factors first: gate to at most `limit`, up to at most `limit` in absolute value; 0 for no
-            clamp.
+        limit: clamps swiglu's factors first: gate to at most `limit`, up to at most `limit` in absolute value; None for
+            no clamp.
         clip: for geglu_tanh, `[3, 2]` fp32, contiguous: least and largest value of gate, of up, and of the result; None
             for no clamp.
         residual: `[T, N]`; may be the output itself.
@@ -175,7 +176,7 @@ class Epilogue:
     taps: Taps | None = None
     rope: Rope | None = None
     activation: str = "none"
-    limit: float = 0.0
+    limit: float | None = None
     clip: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     stats: RowStats | None = None
@@ -223,7 +224,7 @@ class Epilogue:
         """Where partial moments of the output go."""
         return None if self.stats is None else self.stats.partials
 
-    def constants(self, n: int, k: int) -> dict[str, int | float | str]:
+    def constants(self, n: int, k: int) -> dict[str, Any]:
         """Compile-time arguments of a kernel of `n` output and `k` input features, in its order."""
         norm, rope = self.norm or _NO_NORM, self.rope or _NO_ROPE
         stats = norm.stats
@@ -384,7 +385,7 @@ def gate_pairs(acc, clip_ptr, ACT: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: t
             gate = clamp(gate, tl.load(clip_ptr), tl.load(clip_ptr + 1))
             up = clamp(up, tl.load(clip_ptr + 2), tl.load(clip_ptr + 3))
             return clamp(activate(gate, "gelu_tanh") * up, tl.load(clip_ptr + 4), tl.load(clip_ptr + 5))
-    if LIMIT > 0:
+    if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     return gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up

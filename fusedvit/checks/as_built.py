@@ -43,10 +43,9 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
     "deepstack_visual_indexes": lambda spec: list(spec.deepstack),
     "spatial_merge_size": lambda spec: spec.merge_size,
     "num_grid_per_side": lambda spec: spec.position_side,
-    "window_size": lambda spec: spec.window * spec.merge_size * spec.patch_size,
 }
 _GELU = ("GELU", "none")
-_FULL_ATTENTION = "fullatt_block_indexes"
+_WINDOW, _FULL_ATTENTION = "window_size", "fullatt_block_indexes"
 CAUSAL = "is_causal"
 DROPOUT = "attention_dropout"  # applied only in training mode
 _REGISTRIES = (dict, OrderedDict)  # an OrderedDict in modules that an older torch has pickled
@@ -314,6 +313,10 @@ def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
         got = list(got) if type(got) in (list, tuple) else got  # a subclass may compare differently
         if got is not None and (type(got) not in _PLAIN or got != of(spec)):
             return _differs(name, got, of(spec))
+    window: Any = getattr(tower, _WINDOW, None)
+    side = spec.merge_size * spec.patch_size  # of a merged token; the code rounds a window down to whole ones
+    if window is not None and (type(window) is not int or window // side != spec.window):
+        return _differs(_WINDOW, window, spec.window * side)
     full = getattr(tower, _FULL_ATTENTION, None)
     if full is not None and sorted(set(full) & set(range(spec.depth))) != list(spec.full_attention):
         return _differs(_FULL_ATTENTION, full, list(spec.full_attention))

@@ -34,7 +34,6 @@ def _spec(config: Any, intermediate_size: int, merger_size: int) -> VisionSpec:
         config,
         GATED,
         intermediate_size=intermediate_size,
-        glu_limit=float(getattr(config, "swiglu_limit", 0.0)),
         norm="rms",
         norm_eps=config.rms_norm_eps,
         tail="downsample",
@@ -73,7 +72,7 @@ def glm_ocr_spec(config: Any) -> VisionSpec:
 
 def glm5_spec(config: Any) -> VisionSpec:
     """The spec of GLM-5.3. Raises ValueError, as `glm4v_spec`."""
-    return _qk_norm_spec(config, config.projection_intermediate_size)
+    return replace(_qk_norm_spec(config, config.projection_intermediate_size), glu_limit=float(config.swiglu_limit))
 
 
 FAMILIES = (

@@ -13,23 +13,27 @@ SEPARATE_QKV_NAMES = replace(GATED_NAMES, qkv=tuple(f"blocks.{{}}.attn.{part}" f
 
 
 def spec_from_config(config: Any) -> VisionSpec:
-    """The spec of a `vision_config` of these families.
+    """The spec of a `vision_config` of Qwen2.5-VL or Omni. A window is rounded down to whole merged tokens.
 
     Raises:
-        ValueError: the activation is not SiLU, or the window is not a multiple of a merged token.
+        ValueError: the activation is not SiLU, or the window is smaller than a merged token.
     """
     pixels = config.patch_size * config.spatial_merge_size  # side of a merged token
-    if config.window_size < pixels or config.window_size % pixels:
-        raise ValueError(f"window_size must be a multiple of {pixels} (a merged token), got {config.window_size}")
+    if config.window_size < pixels:  # Hugging Face's code divides by 0
+        raise ValueError(f"window_size must be at least {pixels} (a merged token), got {config.window_size}")
     return spec_with(
         config,
         GATED,
         norm="rms",
-        kv_heads=getattr(config, "num_key_value_heads", 0),
         window=config.window_size // pixels,
         full_attention=tuple(sorted(set(config.fullatt_block_indexes) & set(range(config.depth)))),
         without_bias=("patch",),
     )
+
+
+def exaone_spec(config: Any) -> VisionSpec:
+    """The spec of EXAONE 4.5. Raises ValueError, as `spec_from_config`."""
+    return replace(spec_from_config(config), kv_heads=config.num_key_value_heads)
 
 
 FAMILIES = (
@@ -49,7 +53,7 @@ FAMILIES = (
     Family(
         name="EXAONE 4.5",
         class_names=("Exaone4_5_VisionModel",),
-        spec_from_config=spec_from_config,
+        spec_from_config=exaone_spec,
         names=GATED_NAMES,
     ),
 )

@@ -36,7 +36,7 @@ OMNI_NAMES = replace(NAMES, merger=_omni_merger("merger"), deepstack=_omni_merge
 
 
 def spec_from_config(config: Any) -> VisionSpec:
-    """The spec of a `vision_config` of this family.
+    """The spec of a `vision_config` of towers without deepstack mergers, whose code reads no indexes.
 
     Raises:
         ValueError: the position table is not square, or the activation is unknown.
@@ -44,20 +44,20 @@ def spec_from_config(config: Any) -> VisionSpec:
     side = int(config.num_position_embeddings**0.5)
     if side * side != config.num_position_embeddings:
         raise ValueError(_SIDE_IS_SQUARE.format(config.num_position_embeddings))
-    deepstack = tuple(getattr(config, "deepstack_visual_indexes", ()))
-    return spec_with(config, GELUS, position_side=side, deepstack=deepstack)
+    return spec_with(config, GELUS, position_side=side)
 
 
-def spec_without_deepstack(config: Any) -> VisionSpec:
-    """As `spec_from_config`, for towers without deepstack mergers: their configs may still list indexes."""
-    return replace(spec_from_config(config), deepstack=())
+def deepstack_spec(config: Any) -> VisionSpec:
+    """As `spec_from_config`, for towers with deepstack mergers. The engines' towers of this kind also serve Qwen3.5,
+    whose configs may have no indexes."""
+    return replace(spec_from_config(config), deepstack=tuple(getattr(config, "deepstack_visual_indexes", ())))
 
 
 FAMILIES = (
     Family(
         name="Qwen3-VL",
         class_names=("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "CohereCompassVisionModel"),
-        spec_from_config=spec_from_config,
+        spec_from_config=deepstack_spec,
         names=NAMES,
         output_class="BaseModelOutputWithDeepstackFeatures",
         has_deepstack=True,
@@ -66,7 +66,7 @@ FAMILIES = (
     Family(
         name="Qwen3-Omni",
         class_names=("Qwen3OmniMoeVisionEncoder",),
-        spec_from_config=spec_from_config,
+        spec_from_config=deepstack_spec,
         names=OMNI_NAMES,
         output_class="BaseModelOutputWithDeepstackFeatures",
         has_deepstack=True,
@@ -74,7 +74,7 @@ FAMILIES = (
     Family(
         name="Qwen3.5, Qwen3.6, Qwen3.8, Qwen4-Exp",
         class_names=("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel"),
-        spec_from_config=spec_without_deepstack,
+        spec_from_config=spec_from_config,
         names=NAMES,
     ),
 )

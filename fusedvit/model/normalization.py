@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 BACKENDS = ("torchvision", "pil")
+_NORMAL = 2.0**-126, 2.0**127  # numbers within are normal in fp32, in which processors compute
+_FACTORS = (1e-4, 1e4)  # range of the factor on bytes; processors use 1/255 to 1/50
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Normalization:
 
     Raises:
         TypeError: an attribute of another type.
-        ValueError: a number that no processor can have, or an unknown backend.
+        ValueError: a number that no processor can have (a factor or deviation of 0, one that is not finite, or one that
+            leaves the range of fp32), or an unknown backend.
     """
 
     rescale_factor: float | None
@@ -57,8 +60,32 @@ class Normalization:
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, self._of_channels(name, given))
-        if self.std is not None and 0.0 in self.std:
-            raise ValueError(f"fusedvit: std must not be 0, got {self.std}")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """The pixels of bytes, and what the processors compute on the way to them, must be normal in fp32."""
+        scale = 1.0 if self.rescale_factor is None else float(self.rescale_factor)
+        if scale == 0.0:
+            raise ValueError(f"fusedvit: rescale_factor must not be 0, got {self.rescale_factor}")
+        least, most = _NORMAL
+        for mean, std in self._of_each_channel():
+            if std == 0.0:
+                raise ValueError(f"fusedvit: std must not be 0, got {self.std}")
+            largest = 255 * abs(scale) + abs(mean)
+            if not all(least <= abs(n) <= most for n in (std, std / scale, largest, largest / scale, largest / std)):
+                got = f"rescale_factor {self.rescale_factor}, mean {mean}, std {std}"
+                raise ValueError(f"fusedvit: pixels must be within the range of torch.float32, got {got}")
+
+    def _of_each_channel(self) -> tuple[tuple[float, float], ...]:
+        """(mean, std) of each channel; only (0, 1) if the processor does not normalise."""
+        return ((0.0, 1.0),) if self.mean is None or self.std is None else tuple(zip(self.mean, self.std, strict=True))
+
+    @property
+    def foldable(self) -> bool:
+        """Whether weights can absorb it: very small or large factors would leave the range of half precision."""
+        low, high = _FACTORS
+        scale = 1.0 if self.rescale_factor is None else self.rescale_factor
+        return all(low <= abs(scale / std) <= high >= abs(mean / std) for mean, std in self._of_each_channel())
 
     def _of_channels(self, name: str, given: float | Sequence[float]) -> tuple[float, ...]:
         if isinstance(given, Iterable) and not isinstance(given, str | bytes):
@@ -125,6 +152,8 @@ def _number(name: str, given: Any) -> float:
         if isinstance(given, str | bytes):  # which `float` would read
             raise TypeError
         value = float(given)
+    except OverflowError:  # an int that no float holds
+        value = math.inf
     except (TypeError, ValueError):
         raise TypeError(f"fusedvit: {name} must be a number, got {type(given).__name__}") from None
     if not math.isfinite(value):

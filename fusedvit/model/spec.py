@@ -39,6 +39,7 @@ _AT_LEAST_0 = (
 _EXPECTED: dict[Any, tuple[str, tuple[type, ...]]] = {  # by a field's type: in words, and what passes
     int: ("an int", (int,)),
     float: ("a number", (int, float)),
+    float | None: ("a number or None", (int, float, type(None))),
     str: ("a str", (str,)),
     bool: ("True or False", (bool,)),
     tuple[int, ...]: ("a tuple of ints", (int,)),
@@ -62,7 +63,7 @@ class VisionSpec:
         in_channels: image channels.
         merge_size: patches on a side of a merged token.
         activation: activation of the MLP, one of `ACTIVATIONS`.
-        glu_limit: bound on the two factors of a gated MLP, also in a downsampling merger; 0 for none.
+        glu_limit: bound on the two factors of a gated MLP, also in a downsampling merger; None for none.
         norm: norm of the blocks and of the merger's input: "layer" (LayerNorm) or "rms" (RMSNorm, no mean, no bias).
         norm_eps: epsilon of these norms.
         merger_eps: epsilon of a downsampling merger's LayerNorm.
@@ -109,7 +110,7 @@ class VisionSpec:
     in_channels: int = 3
     merge_size: int = 2
     activation: str = "gelu_tanh"
-    glu_limit: float = 0.0
+    glu_limit: float | None = None
     norm: str = "layer"
     norm_eps: float = 1e-6
     merger_eps: float = 1e-5
@@ -159,8 +160,9 @@ class VisionSpec:
     def _check_ranges(self) -> None:
         for least, names in ((1, _AT_LEAST_1), (0, _AT_LEAST_0)):
             for name in names:
-                if not getattr(self, name) >= least:
-                    raise ValueError(f"fusedvit: {name} must be at least {least}, got {getattr(self, name)}")
+                value = getattr(self, name)
+                if value is not None and not value >= least:
+                    raise ValueError(f"fusedvit: {name} must be at least {least}, got {value}")
 
     def _check_heads(self) -> None:
         if self.num_heads * self.head_dim != self.hidden_size:

@@ -15,6 +15,7 @@ import torch
 from einops import rearrange
 
 from fusedvit.kernels.patches import PatchLayout
+from fusedvit.pixels.arguments import device_named
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.patches import Source, patches_of
 from fusedvit.pixels.pipeline import Pipeline, as_checked, is_plain
@@ -36,9 +37,12 @@ class Home:
     checking: bool = False  # on a CPU the reference of our kernels runs
 
     def resolve(self, asked: Any) -> torch.device:
-        """The device to compute on: the CPU in DataLoader workers and in any process but the one that swapped."""
+        """The device to compute on: the CPU in DataLoader workers and in any process but the one that swapped.
+
+        Raises ValueError or TypeError where torch has no such device.
+        """
         if asked is not None:
-            device = torch.device(asked)
+            device = device_named(asked)
         elif os.getpid() != self.process or torch.utils.data.get_worker_info() is not None:
             device = torch.device("cpu")
         elif self.device is None:
@@ -142,7 +146,7 @@ def _methods(classes: Classes) -> dict[str, Any]:
         home = self.__dict__.get(STATE)
         asked = given.device if isinstance(given, _Videos) else kwargs.get("device")
         if home is not None and not args and is_plain(self, original):
-            found = _bytes_of(classes, self, given, kwargs, home, home.resolve(asked))
+            found = _bytes_of(classes, self, given, kwargs, home, asked)
             if found is not None:
                 return found
         if home is not None and classes.kind.backend.name == "torchvision":  # as torchvision's own intake would
@@ -167,16 +171,18 @@ def _intake(classes: Classes) -> dict[str, Any]:
     nor transposes them. They replace the backend's own methods only, never those of a model's processor.
     """
     original = classes.original
+    on_pil = classes.kind.backend.name == "pil"
     of_base = not classes.kind.still and original._prepare_input_videos is _base_of_videos()._prepare_input_videos
 
     def process_image(self: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
         home = self.__dict__.get(STATE)
-        if home is None or args or not home.runs_ours(kwargs.get("device")) or not is_plain(self, original):
+        device = None if on_pil else kwargs.get("device")  # Pillow's original code reads no device
+        if home is None or args or not is_plain(self, original) or not home.runs_ours(device):
             return original.process_image(self, image, *args, **kwargs)
         seen = _rgb(image, kwargs.get("input_data_format"), 3)
         if seen is None:
             return original.process_image(self, image, **kwargs | {"device": None})
-        return seen if classes.kind.backend.name == "pil" else _tensor(seen)
+        return seen if on_pil else _tensor(seen)
 
     def prepare_input_videos(self: Any, videos: Any, *args: Any, **kwargs: Any) -> Any:
         home, device = self.__dict__.get(STATE), kwargs.get("device")
@@ -242,22 +248,21 @@ def _tensor(image: np.ndarray) -> torch.Tensor:
 # ── one call ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _bytes_of(
-    classes: Classes, part: Any, images: Any, kwargs: dict[str, Any], home: Home, device: torch.device
-) -> Any:
-    """The call's outputs with bytes; None where the original code must run."""
+def _bytes_of(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any], home: Home, asked: Any) -> Any:
+    """The call's outputs with bytes, on the device `asked` for; None where the original code must run."""
     normalization = classes.kind.normalization(kwargs)
     if normalization is None or not images:
         return None
     axes = 3 if classes.kind.still else 4
     if not all(_is_bytes(image, axes, normalization.channels) for image in images):
         return None
-    asked = kwargs | {"do_rescale": False, "do_normalize": False}
+    device = home.resolve(asked)
+    plain = kwargs | {"do_rescale": False, "do_normalize": False}
     outputs = None
     if home.runs_ours(device):
-        outputs = _on_device(classes, part, images, asked, device)
+        outputs = _on_device(classes, part, images, plain, device)
     if outputs is None:
-        outputs = classes.host._preprocess(as_class(classes.host, part), list(images), **asked)
+        outputs = classes.host._preprocess(as_class(classes.host, part), list(images), **plain)
     pixels, _ = classes.kind.outputs
     outputs[pixels] = BytePixels.mark(outputs[pixels].to(device), normalization, classes.kind.still)
     return outputs

@@ -25,7 +25,8 @@ class FoldedNormalizations:
         self._family = family
 
     def expect(self, normalization: Normalization, still: bool) -> bool:
-        """Has a normalisation folded into the weights unless another is already; returns whether it is the folded one.
+        """Has a normalisation folded into the weights, unless another is already or they cannot absorb it; returns
+        whether it is the folded one.
 
         Raises:
             ValueError: its patches have another layout than the tower's.
@@ -39,6 +40,8 @@ class FoldedNormalizations:
         got = normalization.channels, normalization.temporal_patch, normalization.patch
         if got != wanted:
             raise ValueError(f"fusedvit: pixel_values must be patches of (channels, frames, side) {wanted}, got {got}")
+        if not normalization.foldable:
+            return False
         return folded.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
 
     def taken(self, pixels: BytePixels) -> torch.Tensor:

@@ -11,8 +11,6 @@ from fusedvit.pixels.resize import PILLOW, TORCH, Resizing
 _PIXELS = (("pixel_values", "image"), ("pixel_values_videos", "video"))
 _OUTPUTS = tuple((pixels, f"{kind}_{lying}") for lying in ("grid_thw", "position_ids") for pixels, kind in _PIXELS)
 
-_FACTORS = (1e-4, 1e4)  # range of the factor on bytes; processors use 1/255 to 1/50
-
 
 class Backend(NamedTuple):
     """name: its name in `Normalization`; base: transformers' class; resizing: how it resizes on a CPU."""
@@ -70,25 +68,13 @@ class Kind(NamedTuple):
             )
         except (ValueError, TypeError):  # the original code raises the error for wrong options
             return None
-        fits = _suits_padding(found) if self.padded else _may_fold(found)
+        fits = _suits_padding(found) if self.padded else found.foldable
         return found if fits else None
 
 
 def _suits_padding(normalization: Normalization) -> bool:
     """Whether padded rows, which have the channels last, may be bytes. Their padding is 0, so the mean must be 0."""
     return not any(normalization.mean or ()) and len(set(normalization.std or ())) <= 1
-
-
-def _may_fold(normalization: Normalization) -> bool:
-    """Whether `normalization` can be folded into weights. A factor of 0 cannot divide the shift; very small or large
-    factors would leave the range of half precision, in which the normalised pixels may be."""
-    low, high = _FACTORS
-    scale = 1.0 if normalization.rescale_factor is None else normalization.rescale_factor
-    stds, means = normalization.std or (1.0,), normalization.mean or (0.0,)
-    factors = [abs(scale / std) for std in stds]
-    return all(low <= each <= high for each in factors) and all(
-        abs(mean / std) <= high for mean, std in zip(means, stds, strict=True)
-    )
 
 
 def kind_of(original: Any) -> Kind | None:

@@ -27,7 +27,7 @@ from fusedvit.checks.fallback import META, TRANSFORM
 from fusedvit.checks.ownership import name_of
 from fusedvit.checks.recorded import version_of
 from fusedvit.config import FuseConfig
-from fusedvit.errors import unnamed
+from fusedvit.errors import attempted, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
@@ -463,10 +463,9 @@ def _read_normalization(norm: Any, handle: FusedEncoder) -> Normalization | None
         return None  # vLLM would compute in the buffers' own dtype, if it accepts them at all
     weight, bias = norm.weight.double().cpu(), norm.bias.double().cpu()
     mean, std = -bias / weight, 1 / weight
-    if not (mean.isfinite().all() and std.isfinite().all() and (std > 0).all()):
-        return None
     layout = spec.patch_size, spec.temporal_patch_size, spec.in_channels
-    return Normalization(None, tuple(mean.tolist()), tuple(std.tolist()), *layout)
+    found = attempted(lambda: Normalization(None, tuple(mean.tolist()), tuple(std.tolist()), *layout), ValueError)
+    return None if isinstance(found, Exception) or not (std > 0).all() else found
 
 
 def _patch_transformers(module: ModuleType) -> None:

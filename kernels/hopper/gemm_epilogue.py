@@ -48,7 +48,7 @@ class EpilogueArgs:
     HEAD_PARTS: gl.constexpr  # thirds of the columns whose heads, a chunk each, are normalised; 0: none
     TAPS: gl.constexpr
     ACT: gl.constexpr
-    LIMIT: gl.constexpr  # of swiglu's factors, 0: none
+    LIMIT: gl.constexpr  # of swiglu's factors; None: none
     HAS_CLIP: gl.constexpr
     HAS_BIAS: gl.constexpr
     HAS_RESIDUAL: gl.constexpr
@@ -258,7 +258,7 @@ def activate(x, ACT: gl.constexpr, dtype: gl.constexpr):
 def _gate_pairs(x, LIMIT: gl.constexpr, BM: gl.constexpr, dtype: gl.constexpr):
     """[BM, 64] of (gate, up) pairs -> silu(gate) up, [BM, 32]; silu(x) = (x + x tanh(x / 2)) / 2."""
     gate, up = x.reshape([BM, 32, 2]).split()
-    if LIMIT > 0:
+    if LIMIT is not None:
         gate = gl.minimum(gate, LIMIT)
         up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
     if dtype == gl.bfloat16:
@@ -388,14 +388,14 @@ def descriptor(t: torch.Tensor, rows: int, layout: Any = LINES, tile: int = 1) -
     return found
 
 
-def epilogue_constants(n: int, k: int, e: Epilogue, shared_k: bool) -> dict[str, int | float | str]:
+def epilogue_constants(n: int, k: int, e: Epilogue, shared_k: bool) -> dict[str, Any]:
     """`Epilogue.constants`, with steps in place of K, and whether what a kernel has no None for is there.
 
     Args:
         shared_k: steps are an argument at run time: layers that differ in K alone share a kernel.
     """
     constants = e.constants(n, k)
-    steps = -(-int(constants.pop("K")) // CHUNK)
+    steps = -(-constants.pop("K") // CHUNK)
     return (
         {"STEPS": 0 if shared_k else steps}
         | constants

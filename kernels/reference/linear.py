@@ -99,7 +99,7 @@ def _gate(acc: torch.Tensor, e: Epilogue) -> torch.Tensor:
         if e.clip is None:
             return F.gelu(gate, approximate="tanh") * up
         return clamp(F.gelu(clamp(gate, e.clip[0]), approximate="tanh") * clamp(up, e.clip[1]), e.clip[2])
-    if limit:
+    if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up
 

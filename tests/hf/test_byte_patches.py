@@ -61,6 +61,17 @@ def test_any_normalization(numbers: dict[str, Any]) -> None:
         assert_same(run(tower, pixels), ref)
 
 
+@pytest.mark.parametrize("numbers", [{"rescale_factor": 1e-9}, {"std": 1e8}], ids=str)
+def test_numbers_that_no_weights_can_absorb(numbers: dict[str, Any]) -> None:
+    """In half precision a factor of 1e-9 would be 0, and the shift, which is divided by it, would be lost."""
+    exact = tiny_tower()
+    pixels, tower = bytes_for(exact, GRID, still=True, **(HALF | numbers)), copy_of(exact, torch.float16)
+    ref, pt = run(exact, pixels.pixels()), run(tower, pixels.pixels().half())
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    assert_rule(run(tower, pixels.half()), ref, pt)
+    assert handle.normalizations.known == {} and handle.stats()["fused"] == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("still", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("numbers", [CLIP, HALF], ids=["clip", "half"])

@@ -76,7 +76,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], bool]] = {  # and whether bytes come
     "channels apart": ({"do_normalize": True, "image_std": [0.1, 0.2, 0.3]}, False),
     "padding is not the mean": ({"do_normalize": True, "image_mean": [0.5] * 3}, False),
     "another factor": ({"rescale_factor": 1 / 100}, True),
-    "a factor of 0": ({"rescale_factor": 0.0}, True),
+    "a factor of 0": ({"rescale_factor": 0.0}, False),
     "no factor": ({"do_rescale": False}, False),
     "no resizing": ({"do_resize": False}, True),
     "another filter": ({"resample": 2}, True),

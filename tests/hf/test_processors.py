@@ -5,6 +5,7 @@ import itertools
 import math
 import pickle
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -340,6 +341,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"do_resize": False, "patch_size": 16},
     {"do_convert_rgb": False},
     {"rescale_factor": 1 / 100},
+    {"rescale_factor": 0},
     {"image_mean": [0.2, 0.3, 0.4], "image_std": [0.5, 0.6, 0.7]},
     {"image_std": (1.0, 2.0, 3.0)},
     {"image_mean": [0.5]},
@@ -379,6 +381,37 @@ def test_arguments_of_a_call(name: str, arguments: dict[str, Any], checking: boo
         mine = got[key].pixels() if isinstance(got[key], BytePixels) else got[key]
         assert type(mine) is type(value) and np.asarray(mine).dtype == np.asarray(value).dtype
         assert np.array_equal(np.asarray(mine), np.asarray(value))
+
+
+@pytest.mark.parametrize("kind", ("pt", "np"))
+@pytest.mark.parametrize("device", ("nonsense", "cuda:99", 1.5), ids=str)
+@pytest.mark.parametrize("home", (None, "cpu"))
+def test_devices_that_are_not_there(home: str | None, device: Any, kind: str) -> None:
+    """Pillow's own code reads no device; bytes are made on one."""
+    processor = named("Qwen2VLImageProcessorPil")
+    given = {"images": noise(56, 84), "return_tensors": kind, "device": device}
+    ours = swap(copy.deepcopy(processor), home)
+    if kind == "np":
+        assert np.array_equal(ours(**given)["pixel_values"], processor(**given)["pixel_values"])
+        return
+    error = TypeError if device == 1.5 else ValueError
+    with pytest.raises(error, match="^fusedvit: device must be .*, got ") as raised:
+        ours(**given)
+    with pytest.raises(error, match=f"^{re.escape(str(raised.value))}$"):
+        swap(ours, device)
+
+
+@needs_torchvision
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+def test_devices_that_torchvisions_code_refuses_too(checking: bool) -> None:
+    for processor, given in (
+        (named("Qwen2VLImageProcessor"), {"images": noise(56, 84)}),
+        (named("Qwen3VLVideoProcessor", video_processor), {"videos": [noise(4, 50, 71)], "do_sample_frames": False}),
+    ):
+        with swapped(processor, checking) as ours:
+            for device in ("nonsense", "cuda:99"):
+                with pytest.raises(ValueError, match=f"^fusedvit: device must be .*, got '{device}'$"):
+                    ours(**given, return_tensors="pt", device=device)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Layer:
         heads: rotary heads of q | k | v, 0 for none; n is then 3 * heads * head_dim.
         taps: a four-tap position embedding is added.
         massive: one channel of x is 200 times the rest, as in trained towers.
-        limit: of swiglu's factors.
+        limit: of swiglu's factors; None for none.
         clipped: geglu_tanh's factors and output are clamped, or q, k and v before their heads are normalised.
         normed: how many of q, k and v have their heads, of 64 columns, normalised.
     """
@@ -53,7 +53,7 @@ class Layer:
     residual: bool = False
     stats: bool = False
     massive: bool = False
-    limit: float = 0.0
+    limit: float | None = None
     clipped: bool = False
     normed: int = 0
 
@@ -163,7 +163,7 @@ def _gate(layer: Layer, y: torch.Tensor) -> torch.Tensor:
             return F.gelu(gate, approximate="tanh") * up
         of_gate, of_up, of_both = layer.bounds.tolist()
         return (F.gelu(gate.clamp(*of_gate), approximate="tanh") * up.clamp(*of_up)).clamp(*of_both)
-    if layer.limit:
+    if layer.limit is not None:
         gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
     return F.silu(gate) * up
 

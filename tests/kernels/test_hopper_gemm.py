@@ -272,6 +272,7 @@ for layer, dtype, config in (
     (Layer(64, 256, 192, taps=True, stats=True), BF16, narrow),
     (Layer(64, 2304, 256, norm=True, part=32, merged=2, activation="gelu"), BF16, HopperGemmConfig(64, 256, 2, 3)),
     (Layer(64, 256, 272, norm=True, rms=True, part=128, activation="swiglu", limit=7.0), BF16, narrow),
+    (Layer(64, 256, 272, activation="swiglu", limit=0.0), BF16, narrow),
     (Layer(64, 256, 384, norm=True, rms=True, part=64, heads=2), FP16, HopperGemmConfig(64, 192, 3, 3)),
     (Layer(64, 1024, 208, activation="quick_gelu"), FP16, replace(narrow, pdl=True)),
     (Layer(64, 4608, 256, norm=True, part=128, merged=4, activation="gelu"), FP16, HopperGemmConfig(128, 128, 1, 4)),

@@ -33,6 +33,7 @@ CASES = {
     "quick_gelu": Layer(21, 70, 50, activation="quick_gelu"),
     "swiglu": Layer(21, 70, 50, activation="swiglu"),
     "swiglu, clamped": Layer(21, 70, 50, bias=False, activation="swiglu", limit=0.7),
+    "swiglu, clamped to 0": Layer(21, 70, 50, activation="swiglu", limit=0.0),
     "geglu": Layer(21, 70, 50, bias=False, activation="geglu_tanh"),
     "geglu, clipped": Layer(21, 70, 54, activation="geglu_tanh", clipped=True),
     "rms": Layer(21, 70, 50, norm=True, rms=True),

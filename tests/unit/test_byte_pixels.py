@@ -257,7 +257,15 @@ def test_affine_map_is_what_the_processor_does(backend: str) -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"std": (1.0, 0.0, 1.0)}, "std must not be 0"),
+        ({"std": (1.0, 0.0, 1.0)}, r"std must not be 0, got \(1.0, 0.0, 1.0\)"),
+        ({"rescale_factor": 0}, "rescale_factor must not be 0, got 0"),
+        ({"rescale_factor": -0.0, "mean": None, "std": None}, "rescale_factor must not be 0, got -0.0"),
+        ({"rescale_factor": float("nan")}, "rescale_factor must be finite, got nan"),
+        ({"mean": 10**400}, "mean must be finite, got inf"),
+        ({"rescale_factor": 1e-46}, "pixels must be within the range of torch.float32, got rescale_factor 1e-46"),
+        ({"rescale_factor": 1e37, "mean": None, "std": None}, "within the range of torch.float32, got .* 1e.37"),
+        ({"std": 1e-46}, "within the range of torch.float32, got rescale_factor 0.0.*, mean 0.4.*, std 1e-46"),
+        ({"mean": 1e38, "std": 1e-3}, r"within the range of torch.float32, got .*, mean 1e\+38, std 0.001"),
         ({"mean": (1.0, 2.0)}, "mean must have 3 values"),
         ({"std": None}, "both"),
         ({"patch": 0}, "patch must be at least 1"),
@@ -274,6 +282,17 @@ def test_normalization_that_no_processor_has(options: dict[str, Any], said: str)
     error = TypeError if "got str" in said else ValueError
     with pytest.raises(error, match=f"^fusedvit: .*{said}"):
         Normalization(**({"rescale_factor": 1 / 255, "mean": MEAN, "std": STD, "patch": 2} | options))
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "pil"])
+@pytest.mark.parametrize(
+    "numbers", [(1 / 255, 1.0, 1e-37), (1 / 255, 1e35, 1e35), (1e-36, 0.5, 0.5), (1e35, 1.0, 1.0)], ids=str
+)
+def test_pixels_of_any_normalization_are_finite(backend: str, numbers: tuple[float, float, float]) -> None:
+    """Near the ends of what is accepted."""
+    n = Normalization(*numbers, patch=2, backend=backend)
+    bytes_ = torch.tensor([0, 255], dtype=torch.uint8)[:, None].repeat(1, 12)
+    assert n.apply(bytes_, still=True).isfinite().all()
 
 
 def test_what_cannot_be_marked() -> None:
