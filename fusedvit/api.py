@@ -21,6 +21,7 @@ from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import derived, find_tower, nothing_in, towers_in
+from fusedvit.checks.own_forward import bypass
 from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
 from fusedvit.config import FuseConfig, check_config, takes_config
 from fusedvit.errors import Reason, UnsupportedModel, unnamed
@@ -66,7 +67,6 @@ def _in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 @takes_config
-@_in_turn
 def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any = None) -> FusedEncoder:
     """Fuses the vision tower of `model`, in place.
 
@@ -95,6 +95,20 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
         check_processor(processor)
     tower = find_tower(model)
     known = tower.__dict__.get(HANDLE)
+    if config is None and processor is None and known is not None and _is_reached(known, tower):
+        return known  # in nobody's turn: whoever has it may wait for a lock that this thread holds
+    return _fuse_in_turn(tower, config, processor)
+
+
+def _is_reached(known: FusedEncoder, tower: nn.Module) -> bool:
+    """Whether calls of `tower` reach its handle."""
+    there = known.serves(tower) and known.state() == "fused" and fused_class(type(tower)) is not None
+    return there and bypass(tower) is None
+
+
+@_in_turn
+def _fuse_in_turn(tower: nn.Module, config: FuseConfig | None, processor: Any) -> FusedEncoder:
+    known = tower.__dict__.get(HANDLE)
     if known is not None and known.serves(tower):
         if fused_class(type(tower)) is not None:
             return _fuse_again(known, config, processor)
@@ -117,7 +131,7 @@ def _fuse_again(known: FusedEncoder, config: FuseConfig | None, processor: Any) 
     if processor is not None:
         _take_bytes(known, processor)
     if options != known.config:
-        known.reconfigure(options)
+        known.replace_options(options)
     return known
 
 

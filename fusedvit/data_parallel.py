@@ -1,8 +1,9 @@
 """One call over several GPUs: each has a copy of the tower, and encodes a share of the images and video frames."""
 
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -60,9 +61,9 @@ class DataParallelEncoder:
             others.remove(own)
         self._copies = tuple(TowerCopy(self._tower, self._handle, device) for device in others)
         self._synced = -1  # the version of the tower's weights that the copies hold
-        self._lock = threading.Lock()  # held while copies are written, and while work on them is started
+        self._lock = threading.RLock()  # held while copies are written, and while work on them is started
         self._under_way: set[Future[Any]] = set()  # work on the copies that may still run
-        self._pool = _threads_for(self._copies)
+        self._threads = _Threads(len(self._copies))
         renew_in_children(self)
 
     @property
@@ -134,13 +135,13 @@ class DataParallelEncoder:
             for copied in self._copies:
                 copied.wait()
             self._copies = ()
-        self._pool.shutdown()
+            self._threads = _Threads(0)
 
     def _renew_locks(self) -> None:
-        """See `forks`. A child has none of the pool's threads. Copies that were being written are written again."""
+        """See `forks`. A child has none of the threads. Copies that were being written are written again."""
         if is_held(self._lock):
-            self._lock, self._synced = threading.Lock(), -1
-        self._pool, self._under_way = _threads_for(self._copies), set()
+            self._lock, self._synced = threading.RLock(), -1
+        self._threads, self._under_way = _Threads(len(self._copies)), set()
 
     def _over_devices(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Ran | None:
         """Runs a call until all of its shares ran on the same weights; returns None if the tower must run it alone."""
@@ -180,7 +181,7 @@ class DataParallelEncoder:
         with self._lock:
             if copies is not self._copies or not self._bring_copies_up_to_date():  # or closed meanwhile
                 return None
-            others = [self._pool.submit(*work) for work in works]
+            others = [self._threads.start(*work) for work in works]
             self._under_way.update(others)
             for other in others:
                 other.add_done_callback(self._under_way.discard)  # it holds its rows
@@ -215,8 +216,57 @@ class _Begun(NamedTuple):
     others: list[Future[Any]]
 
 
-def _threads_for(copies: tuple[TowerCopy, ...]) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, len(copies)), thread_name_prefix="fusedvit-device")
+class _Threads:
+    """Threads for work on the copies, which end when this object is freed.
+
+    Python's own executor takes no more work once the main thread has ended, though other threads go on, and leaves work
+    in its queue that it could start no thread for.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most  # threads that may still be started
+        self._started = 0
+        self._works: SimpleQueue[_Work | None] = SimpleQueue()
+
+    def start(self, act: Callable[..., Any], *given: Any) -> Future[Any]:
+        """Starts `act(*given)` in a thread, or runs it here if the system has no room for any; one thread at a time may
+        call this."""
+        found: Future[Any] = Future()
+        self._works.put(_Work(found, act, given))
+        try:
+            if self._left:
+                threading.Thread(target=_work_off, args=(self._works,), name="fusedvit-device", daemon=True).start()
+                self._left, self._started = self._left - 1, self._started + 1
+        except RuntimeError:
+            if not self._started:
+                self._works.put(None)
+                _work_off(self._works)
+        return found
+
+    def __del__(self) -> None:
+        for _ in range(self._started):
+            self._works.put(None)
+
+
+class _Work(NamedTuple):
+    """What a thread does, and where its result goes."""
+
+    found: Future[Any]
+    act: Callable[..., Any]
+    given: tuple[Any, ...]
+
+    def run(self) -> None:
+        try:
+            self.found.set_result(self.act(*self.given))
+        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+            self.found.set_exception(error)
+
+
+def _work_off(works: "SimpleQueue[_Work | None]") -> None:
+    """Does `works` until a None among them."""
+    while (work := works.get()) is not None:
+        work.run()
+        del work  # it holds its copy and its rows
 
 
 def _given(copies: tuple[TowerCopy, ...], shares: list[Share], pixel_values: torch.Tensor) -> list[tuple[Any, ...]]:

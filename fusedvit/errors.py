@@ -3,6 +3,7 @@
 Wrong input to a call raises ValueError or TypeError instead.
 """
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
@@ -14,6 +15,7 @@ EMPTY_ITEMS = "items without frames"
 SPARSE = "sparse pixels"
 BEYOND_FP16 = "beyond fp16"
 PREFIX = "fusedvit: "  # begins every message; commands print it without
+_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -48,7 +50,8 @@ def attempted(act: Callable[[], Result], *kinds: type[Exception]) -> Result | Ex
 
     A signal's handler may raise anywhere, for example to end a request that takes too long. Such an error is no fault
     of `act`, so `act` is called again after an error. If it does not raise again, the first error, or the timeout that
-    caused it, is raised: libraries turn what interrupts them into errors of their own.
+    caused it, is raised: libraries turn what interrupts them into errors of their own. But if the system caused the
+    first error, such as by a lack of file descriptors, what `act` has returned since is the result.
     """
     kinds = kinds or (Exception,)
     try:
@@ -56,10 +59,12 @@ def attempted(act: Callable[[], Result], *kinds: type[Exception]) -> Result | Ex
     except kinds as error:
         first = error
     try:
-        act()
+        found = act()
     except kinds as error:
         return error.with_traceback(None)  # its frames would keep their objects alive
     try:
+        if _is_of_system(first):
+            return found
         raise _origin(first)
     finally:
         del first
@@ -76,9 +81,20 @@ def _origin(error: Exception) -> BaseException:
     return step or cause
 
 
+def _is_of_system(error: Exception) -> bool:
+    origin = _origin(error)
+    return isinstance(origin, OSError) and origin.errno is not None
+
+
 def is_of_handler(error: BaseException) -> bool:
     """Whether `error` is a timeout that a signal's handler raised: timeouts of the system have an errno."""
     return isinstance(error, TimeoutError) and error.errno is None
+
+
+def passes(error: OSError) -> bool:
+    """Whether what failed may succeed later: not if a file is missing or forbidden, but if no descriptor is free or a
+    file server does not answer."""
+    return error.errno not in _LASTING
 
 
 def unnamed(error: BaseException) -> str:

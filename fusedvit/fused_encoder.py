@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -97,6 +98,8 @@ class FusedEncoder:
         self._trained = False
         self._pause = Pause()
         self._stats = Stats()
+        self._calling: set[int] = set()  # threads in a call, where a signal's handler may find its own
+        self._postponed = False  # whether such a handler has asked for `release`
         self._copies: dict[weakref.ref[FusedEncoder], torch.device] = {}
         self.processors: list[Any] = []
         self.normalizations = FoldedNormalizations(spec, family.name)
@@ -141,8 +144,11 @@ class FusedEncoder:
         self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
     ) -> Answer | Reason:
         """As `answer`, or returns the reason why the original code must run. The caller counts the call, by `count`."""
-        marked, replay = type(pixel_values) is BytePixels, None
+        mine, marked, replay = threading.get_ident(), type(pixel_values) is BytePixels, None
+        if mine in self._calling:  # the static buffers may be in use, and locks of this thread do not stop it
+            return Reason(fallback.INTERRUPTING)
         try:
+            self._calling.add(mine)  # within `try`, as an interrupt may follow
             pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
             reason = transforms.active(pixels, grid_thw)
             if self._tower() is not tower:
@@ -155,8 +161,11 @@ class FusedEncoder:
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra) or self._pause.take()
             found = reason or self._attempt_as_ready(pixels, grid_thw, replay, marked)
         finally:
+            self._calling.discard(mine)  # first, as an interrupt may follow
             if replay is not None:
                 replay.drop()
+            if self._postponed:
+                self.release()
         self._ran_fused = not isinstance(found, Reason)
         if isinstance(found, Reason):
             return found
@@ -389,10 +398,17 @@ class FusedEncoder:
         """Replaces the options. Graphs are released, and captured again with the new options.
 
         Raises:
-            RuntimeError: the tower was unfused, or is gone.
+            RuntimeError: the tower was unfused, or is gone; or, with `strict=True`, an attribute `forward` of it calls
+                the original code. The options are as they were.
             ValueError: the tower cannot meet an option.
         """
         self._live_tower()
+        self.prepared.check(config)
+        self.check_reached(config.strict)
+        self.replace_options(config)
+
+    def replace_options(self, config: FuseConfig) -> None:
+        """As `reconfigure`, with options that were checked."""
         self._pause.end()
         for prepared in self._each_prepared():
             prepared.reconfigure(config)
@@ -400,9 +416,13 @@ class FusedEncoder:
     def release(self) -> None:
         """Releases all memory: graphs, static buffers, prepared weights, and old parameters that the tower replaced.
 
-        The next call prepares and captures again what it needs.
+        The next call prepares and captures again what it needs. What a signal's handler asks for while its thread is in
+        a call is done at the end of that call.
         """
         self._pause.end()
+        self._postponed = threading.get_ident() in self._calling
+        if self._postponed:
+            return
         for prepared in self._each_prepared():
             prepared.release()
 
@@ -486,7 +506,8 @@ class FusedEncoder:
             copied.prepared.end()
 
     def _living_copies(self) -> list[tuple["FusedEncoder", torch.device]]:
-        held = [(copied(), device) for copied, device in tuple(self._copies.items())]
+        copies = self._copies.copy()  # not by an iteration, in which the garbage collector may take one away
+        held = [(copied(), device) for copied, device in copies.items()]
         return [(copied, device) for copied, device in held if copied is not None]
 
     def _each_prepared(self) -> list[PreparedTower]:
@@ -537,6 +558,7 @@ class FusedEncoder:
 
     def _renew_locks(self) -> None:
         """See `forks`."""
+        self._calling.clear()  # a thread of the child may have the number of one that only the parent has
         self._stats._renew_locks()
         self.prepared._renew_locks()
 

@@ -14,7 +14,7 @@ import torch
 from fusedvit.checks import fallback
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import SMALL, FuseConfig, check_config
-from fusedvit.errors import Reason
+from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.forks import is_held
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
@@ -84,7 +84,7 @@ class PreparedTower:
         self.runtime: Runtime | None = None
         self.ended = False
         self._lock = threading.RLock()
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         this = weakref.ref(self)  # weak, so that this object and its weights are freed with the user's last reference
         self.weights = WeightCache(
             source,
@@ -100,7 +100,7 @@ class PreparedTower:
             self._lock = threading.RLock()
             self.weights.outdate()
         if is_held(self._turn):
-            self._turn = threading.Lock()
+            self._turn = threading.RLock()
 
     # options
 
@@ -228,7 +228,7 @@ class PreparedTower:
     def nothing_launched(self) -> Iterator[None]:
         """A context in which no other thread prepares weights or launches graphs, and nothing launched still runs.
 
-        Not reentrant. A waiting thread holds `_turn`, so that a thread which refreshes in a loop lets it in.
+        A waiting thread holds `_turn`, so that a thread which refreshes in a loop lets it in.
         """
         try:
             with self._turn:
@@ -330,12 +330,28 @@ class PreparedTower:
             raise CannotPrepare(Reason(fallback.NOT_READY, str(why))) from why
 
     def _capture(self, runtime: Runtime, progress: Progress | None, budgets: Collection[int]) -> None:
-        """Captures graphs, after preparing weights again if the tower has changed."""
+        """Captures graphs one by one. `progress` runs under no lock: it may wait for threads that use the tower."""
+        self._capture_one(runtime, None)
+        if runtime.graphs is not None:
+            runtime.graphs.capture(progress, budgets, functools.partial(self._capture_one, runtime))
+
+    def _capture_one(self, runtime: Runtime, budget: int | None) -> None:
+        """Prepares weights again if the tower has changed, and captures the graph of `budget`, if one is given. Does
+        nothing for it once the tower was unfused or its options were replaced."""
         with self.nothing_launched():
-            if not self.weights.read_back(self.weights.mark(), True, None).unchanged:
+            graphs = self.graphs()
+            if budget is not None and (self.ended or graphs is not runtime.graphs):
+                return
+            if not self._unchanged():
                 _raise_if(self.prepare_now(self.weights.version))
-            if runtime.graphs is not None:
-                runtime.graphs.capture(progress, budgets)
+            if budget is not None and graphs is not None:
+                graphs.manager.ready(budget)
+
+    def _unchanged(self) -> bool:
+        try:
+            return self.weights.read_back(self.weights.mark(), True, None).unchanged
+        except WeightsReleased:
+            return False
 
 
 def _raise_if(reason: Reason | None) -> None:

@@ -51,7 +51,7 @@ class Stats:
     eager_runs: Counter[str] = field(default_factory=Counter)
     items: int = 0
     patch_tokens: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # a signal's handler may count, too
 
     @property
     def calls(self) -> int:
@@ -61,13 +61,14 @@ class Stats:
     def _renew_locks(self) -> None:
         """See `forks`."""
         if is_held(self._lock):
-            self._lock = threading.Lock()
+            self._lock = threading.RLock()
 
     def add(self, **amounts: int) -> None:
         """Adds to counters by name."""
+        counters = vars(self)
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+                counters[name] += amount  # without a call, at which a signal's handler may come in between
 
     def count_original(self, reason: Reason, name: str | None = None) -> None:
         """Counts a call that takes the original code.
@@ -84,12 +85,15 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """The counters as a dictionary of plain values."""
+        with self._lock:
+            calls, fused, raised = self.calls, self.fused, self.raised
+            original, details = dict(self.original), dict(self.details)
         return {
-            "calls": self.calls,
-            "fused": self.fused,
-            "original": dict(self.original),
-            "raised": self.raised,
-            "details": {kind: detail for kind, detail in self.details.items() if detail},
+            "calls": calls,
+            "fused": fused,
+            "original": original,
+            "raised": raised,
+            "details": {kind: detail for kind, detail in details.items() if detail},
             "eager_runs": dict(self.eager_runs),
             "items": self.items,
             "patch_tokens": self.patch_tokens,

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Iterable
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,10 @@ from fusedvit.fused_encoder import Answer, FusedEncoder, rows_of
 from fusedvit.model.items import Item
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid
+
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+_NOT_TAKEN = frozenset({*REGISTRIES, HANDLE})  # registries of modules and tensors, and the tower's handle
+_LIBRARIES = ("transformers.", "accelerate.", "peft.")  # the code of towers and adapters writes to objects of these
 
 
 class Ran(NamedTuple):
@@ -46,6 +52,8 @@ class TowerCopy:
         for tensor in _tensors_of(tower):
             moved = tensor.detach().to(self.device, copy=True)
             memo[id(tensor)] = nn.Parameter(moved, False) if isinstance(tensor, nn.Parameter) else moved
+        memo |= {id(vars(tower)[name]): type(vars(tower)[name])() for name in _HOOKS & vars(tower).keys()}
+        _share_foreign(tower, memo)
         copied = copy.deepcopy(tower, memo)
         self._handle = fuse(copied)
         self._leader.lead(self._handle, self.device)
@@ -76,8 +84,10 @@ class TowerCopy:
         for mine, theirs in zip(_tensors_of(self._tower), _tensors_of(tower), strict=True):
             mine.copy_(theirs)
             memo[id(theirs)] = mine
+        _share_foreign(tower, memo)
         for own, other in pairs:
-            _take_attributes(vars(own), nn.Module.__getstate__(other), memo)
+            kept = _NOT_TAKEN | _HOOKS if other is tower else _NOT_TAKEN
+            _take_attributes(vars(own), nn.Module.__getstate__(other), memo, kept)
 
     def warm_up(self, calls: Iterable[Grid] | None) -> None:
         """As `FusedEncoder.warmup`, without a progress bar."""
@@ -119,18 +129,47 @@ def _structure_of(tower: nn.Module) -> list[object]:
     return found
 
 
-def _take_attributes(mine: dict[str, Any], theirs: dict[str, Any], memo: dict[int, object]) -> None:
-    """Copies attributes of an original module to its copy: numbers, flags, hooks, an adapter's scale.
+def _share_foreign(tower: nn.Module, memo: dict[int, object]) -> None:
+    """Notes in `memo`, as for `copy.deepcopy`, what a copy shares with `tower`: whatever its attributes hold that is
+    not its own, plain, or an object of a library whose code may write to it. A lock or an open file cannot be copied,
+    and an application's object may hold a whole model."""
+    modules = list(tower.modules())
+    seen = set(map(id, modules)) | memo.keys()
+    pending = [value for m in modules for name, value in vars(m).items() if name not in _NOT_TAKEN]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            pending += value
+        elif isinstance(value, MethodType):
+            pending.append(value.__self__)
+        elif isinstance(value, partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif type(value).__module__.startswith(_LIBRARIES) and not isinstance(value, nn.Module):
+            pending += getattr(value, "__dict__", {}).values()
+        else:
+            memo[id(value)] = value
+
+
+def _take_attributes(
+    mine: dict[str, Any], theirs: dict[str, Any], memo: dict[int, object], kept: frozenset[str]
+) -> None:
+    """Copies attributes of an original module to its copy: numbers, flags, an adapter's scale.
 
     Args:
         mine: attributes of the copy, changed in place.
         theirs: attributes of the original as its `__getstate__` gives them, without what was compiled for the original.
-        memo: maps ids of the original's modules and tensors to the copy's, as for `copy.deepcopy`.
+        memo: maps ids of the original's modules and tensors to the copy's, and of what is shared, as for
+            `copy.deepcopy`.
+        kept: names of attributes that stay as they are.
     """
-    others = {*REGISTRIES, HANDLE}  # registries of modules and tensors, and the tower's handle, are not copied
-    for name in mine.keys() - theirs.keys() - others:
+    for name in mine.keys() - theirs.keys() - kept:
         del mine[name]
-    for name in theirs.keys() - others:
+    for name in theirs.keys() - kept:
         value = theirs[name]
         if name not in mine or content_of(mine[name]) != content_of(value):
             mine[name] = copy.deepcopy(value, memo)

@@ -164,11 +164,17 @@ class GraphManager:
         self,
         progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets,
         only: Collection[int] | None = None,
+        capture: Callable[[int], object] | None = None,
     ) -> None:
-        """Captures every budget, or those in `only`, the largest first; `progress` wraps the iterable of budgets."""
+        """Captures every budget, or those in `only`, the largest first.
+
+        Args:
+            progress: wraps the iterable of budgets; no lock of this object is held while it runs.
+            capture: captures one budget; None: `ready`.
+        """
         wanted = tuple(b for b in reversed(self.limits.token_budgets) if only is None or b in only)
         for budget in progress(wanted):
-            self.ready(budget)
+            (capture or self.ready)(budget)
 
     def ready(self, budget: int) -> bool:
         """Whether `budget` has a graph; captures it if that was not tried yet."""

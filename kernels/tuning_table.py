@@ -92,7 +92,13 @@ def user_folder() -> Path:
 
 def table_for(target: Target) -> Table:
     """The table of `target`'s GPU, empty if there is none. Read once per process, see `forget`."""
-    return _read_all(target.name, SHIPPED, user_folder()) if target.name else Table()
+    try:
+        return _read_all(target.name, SHIPPED, user_folder()) if target.name else Table()
+    except OSError as error:
+        if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it
+            raise
+        logger.warning("fusedvit: tuning tables cannot be read for now, heuristics used instead: %s", error)
+        return Table()
 
 
 def forget() -> None:
@@ -104,17 +110,19 @@ def forget() -> None:
 
 @lru_cache(maxsize=16)
 def _read_all(gpu: str, shipped: Path, own: Path) -> Table:
-    """The shipped table with the user's own over it. Cached, so each warning is logged once."""
+    """The shipped table with the user's own over it. Cached, so each warning is logged once.
+
+    Raises:
+        OSError: the system cannot read a file now, and may later: nothing is cached.
+    """
     both = Table()
     for whose, folder in (("shipped", shipped), ("own", own)):
         path = folder / file_name(gpu)
-        if not path.is_file():
+        if not os.path.isfile(path):  # raises nothing, if the folder is forbidden
             continue
         try:
             table = read(path, gpu)
-        except (TableError, OSError) as error:
-            if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it
-                raise
+        except (TableError, PermissionError) as error:
             logger.warning("fusedvit: tuning table left out, heuristics used instead: %s", error)
             continue
         for reason in table.stale:

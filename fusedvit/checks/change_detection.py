@@ -32,7 +32,7 @@ from fusedvit.checks.recorded import (
     Written,
     registered,
 )
-from fusedvit.checks.source_code import cells_of
+from fusedvit.checks.source_code import UnreadSource, cells_of
 
 HANDLE = "_fusedvit"  # key of the handle in the `__dict__` of a fused tower
 _held_by = attrgetter("cell_contents")
@@ -220,8 +220,14 @@ class Snapshot:
 
         No module was added, replaced or removed or got an own `forward`; no hook would fire; no attribute that a
         forward reads has changed; every tensor is the same object with the same dtype, layout and version; no buffer
-        requires a gradient; the code is the same.
+        requires a gradient; the code is the same. False also if a source that tells cannot be read for now.
         """
+        try:
+            return self._compare()
+        except UnreadSource:
+            return False
+
+    def _compare(self) -> bool:
         return (
             self._has_its_entries()
             and list(map(tuple, self.orders[0])) == self.orders[1]

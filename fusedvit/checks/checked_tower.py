@@ -23,6 +23,7 @@ from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import foreign_class
 from fusedvit.checks.recorded import version_of
+from fusedvit.checks.source_code import UnreadSource
 from fusedvit.errors import BEYOND_FP16, Reason, attempted, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
@@ -57,7 +58,11 @@ class CheckedTower:
 
     def reason(self) -> Reason | None:
         """See `Source`."""
-        found = attempted(self._reason, AttributeError, TypeError, ValueError, LookupError, ArithmeticError)
+        try:
+            found = attempted(self._reason, AttributeError, TypeError, ValueError, LookupError, ArithmeticError)
+        except UnreadSource as why:
+            self._by_state = False
+            return Reason(fallback.UNREAD, str(why))
         if isinstance(found, Exception):
             return Reason(fallback.MODIFIED, f"it cannot be judged: {type(found).__name__}: {first_line(found)}")
         return found

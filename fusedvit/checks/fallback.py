@@ -24,6 +24,7 @@ BYPASSED = "forward of its own"
 MODIFIED = "modified modules"
 ADAPTER = "adapter"
 FOREIGN_CODE = "replaced code"
+UNREAD = "unread code"
 META = "meta parameters"
 DEVICES = "several devices"
 DTYPES = "several dtypes"
@@ -34,6 +35,7 @@ CHANGING = "changing weights"
 CHANGED = "changed weights"
 REPLACED = "replaced parameters"
 RELEASED = "unfused during the call"
+INTERRUPTING = "inside another call"
 NOT_READY = "kernels not ready"
 ENGINE = "engine"
 UNSUPPORTED_DEVICE = "unsupported device"
@@ -52,6 +54,7 @@ ADVICE = {
     BYPASSED: "it does not call the fused encoder: remove it, call fuse(), and set it again",
     MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
     FOREIGN_CODE: "what would run is not the code that transformers, or the engine, defines",
+    UNREAD: "Python could not read the source of the code that would run; the next call tries again",
     ADAPTER: "LoRA without dropout is folded into the weights; merge_and_unload() any other adapter to run fused",
     META: "some parameters are offloaded",
     DEVICES: "the tower's parameters lie on several devices",
@@ -66,6 +69,7 @@ ADVICE = {
     CHANGED: "they changed before each of many calls; calls run fused again if two after a pause find the same weights",
     REPLACED: "offloading brings them in so: keep the tower on its device",
     RELEASED: "unfuse() ran meanwhile",
+    INTERRUPTING: "a signal's handler made it while its thread was in a call; the original code answers it",
     NOT_READY: 'calls run fused once they are compiled; warmup() and FuseConfig(compile="now") wait for that',
     ENGINE: "the serving engine computes something else for such calls",
     UNSUPPORTED_DEVICE: "kernels run on NVIDIA GPUs of compute capability 8.0 and newer, torch operations on the CPU",

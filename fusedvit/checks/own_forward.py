@@ -14,6 +14,7 @@ from torch import nn
 
 from fusedvit.checks import accelerate_hooks, fallback
 from fusedvit.checks.ownership import fused_class, name_of
+from fusedvit.checks.source_code import UnreadSource
 from fusedvit.errors import Reason
 
 _DECORATORS = "transformers."  # modules whose decorators wrap every tower's own forward
@@ -24,8 +25,11 @@ def bypass(tower: nn.Module) -> Reason | None:
     """Why calls of a fused tower do not reach the fused `forward`, or None: judged by what its attribute `forward`
     holds."""
     own, fused = vars(tower).get("forward"), fused_class(type(tower))
-    if own is None or fused is None or _leads_to(vars(fused)["forward"], own, tower):
-        return None
+    try:
+        if own is None or fused is None or _leads_to(vars(fused)["forward"], own, tower):
+            return None
+    except UnreadSource as why:
+        return Reason(fallback.UNREAD, str(why))
     return Reason(fallback.BYPASSED, f"its attribute `forward` is {_named(own)}")
 
 

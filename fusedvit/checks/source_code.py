@@ -8,15 +8,19 @@ import ast
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from fusedvit.errors import attempted
+from fusedvit.errors import attempted, named_line, passes
 
 _LONGEST_HEADER = 120  # most lines of a function's decorators and parameters
 _NEWLOCALS = 0x2  # `CO_NEWLOCALS`: set on functions, not on class bodies or modules
+
+
+class UnreadSource(Exception):
+    """A module's source cannot be read for now. Nothing that depends on it is known, and nothing is cached."""
 
 
 class Definition(NamedTuple):
@@ -27,7 +31,11 @@ class Definition(NamedTuple):
 
 
 def definition_of(value: object) -> Definition | None:
-    """Where the module's source defines the function `value`; None if no source does, or `value` is not a function."""
+    """Where the module's source defines the function `value`; None if no source does, or `value` is not a function.
+
+    Raises:
+        UnreadSource: the source cannot be read for now; as every function here that reads one.
+    """
     if not isinstance(value, FunctionType):
         return None
     name = value.__globals__.get("__name__")
@@ -97,7 +105,7 @@ def _header(module: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | 
 @lru_cache(maxsize=256)
 def _text_of(module: str) -> list[str]:
     loader: Any = getattr(sys.modules[module], "__loader__", None)
-    text = attempted(lambda: loader.get_source(module), AttributeError, ImportError, OSError)
+    text = _read(lambda: loader.get_source(module))
     return text.splitlines(keepends=True) if isinstance(text, str) else []
 
 
@@ -162,9 +170,21 @@ def _paths(module: str) -> frozenset[str]:
 def code_of(module: ModuleType) -> CodeType | None:
     """The code object of the source of `module`; None if there is none."""
     loader: Any = getattr(module, "__loader__", None)
-    kinds = AttributeError, ImportError, OSError, SyntaxError  # no source: built in, frozen, or gone from the disk
-    code = attempted(lambda: loader.get_code(module.__name__), *kinds)
+    code = _read(lambda: loader.get_code(module.__name__))
     return code if isinstance(code, CodeType) else None
+
+
+def _read(act: Callable[[], object]) -> object:
+    """What `act` reads of a source; an error if there is no source: built in, frozen, or gone from the disk.
+
+    Raises:
+        UnreadSource: it cannot be read for now.
+    """
+    found = attempted(act, AttributeError, ImportError, OSError, SyntaxError)
+    error = found.__cause__ or found if isinstance(found, Exception) else None  # Python's loaders raise ImportError
+    if isinstance(error, OSError) and passes(error):
+        raise UnreadSource(named_line(error)) from error
+    return found
 
 
 def _defined(code: CodeType, prefix: str) -> Iterator[tuple[str, CodeType]]:

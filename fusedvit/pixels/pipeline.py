@@ -13,7 +13,7 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleTyp
 from typing import Any
 
 from fusedvit.checks.ownership import held_function
-from fusedvit.checks.source_code import definition_of, names_in
+from fusedvit.checks.source_code import UnreadSource, definition_of, names_in
 
 _INTAKE = ("_prepare_input_videos", "process_image", "convert_to_rgb")
 _PATCHES = ("_preprocess", "resize", "pad", "patchify", "rescale", "normalize", "rescale_and_normalize")
@@ -51,7 +51,11 @@ _walked: dict[type, Pipeline] = {}
 
 
 def pipeline_of(cls: type) -> Pipeline:
-    """The functions that processors of class `cls` run now."""
+    """The functions that processors of class `cls` run now.
+
+    Raises:
+        UnreadSource: their source cannot be read for now.
+    """
     found = _walked.get(cls)
     if found is None or not found.unchanged():
         found = _walked[cls] = _walk(cls)
@@ -65,7 +69,10 @@ def as_checked(cls: type) -> Pipeline:
 
 def is_plain(part: Any, cls: type) -> bool:
     """Whether `part`, a processor of class `cls`, runs only the libraries' own code between images and patches."""
-    return PIPELINE.isdisjoint(part.__dict__) and not pipeline_of(cls).foreign
+    try:
+        return PIPELINE.isdisjoint(part.__dict__) and not pipeline_of(cls).foreign
+    except UnreadSource:  # the next call tries again
+        return False
 
 
 def _walk(cls: type) -> Pipeline:

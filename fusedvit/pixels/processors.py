@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusedvit.checks.source_code import UnreadSource
 from fusedvit.errors import InputError, UnsupportedModel, attempted
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
@@ -168,9 +169,9 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
     outputs = outputs_of(original)
     if outputs is None or (outputs[1] == "image_grid_thw" and getattr(original, "patchify", None) is None):
         return "does not cut images into patches with a grid or positions", False
-    own = (part.__dict__.keys() & PIPELINE).union(pipeline_of(original).foreign)
+    own = _own_code_of(part, original)
     if own:  # its results may depend on pixels that the comparison below does not try
-        return f"has code of its own: {', '.join(sorted(own))}", False
+        return own, False
     plain = copy.copy(part)
     plain.__class__ = original
     plain.__dict__.pop(STATE, None)
@@ -180,6 +181,15 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
         if not differs:
             return "", ours
     return differs, False
+
+
+def _own_code_of(part: Any, original: Any) -> str:
+    """Which functions of `part` are not the libraries' own; "" for none."""
+    try:
+        own = (part.__dict__.keys() & PIPELINE).union(pipeline_of(original).foreign)
+    except UnreadSource as why:
+        return f"has code that cannot be read for now: {why}"
+    return f"has code of its own: {', '.join(sorted(own))}" if own else ""
 
 
 def _difference(plain: Any, home: Home) -> str:

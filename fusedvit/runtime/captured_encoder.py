@@ -248,10 +248,13 @@ class TowerGraphs:
         return self.manager.limits
 
     def capture(
-        self, progress: Callable[[Iterable[int]], Iterable[int]] | None, only: Collection[int] | None = None
+        self,
+        progress: Callable[[Iterable[int]], Iterable[int]] | None,
+        only: Collection[int],
+        capture: Callable[[int], object],
     ) -> None:
-        """Captures every budget, or those in `only`, the largest first."""
-        self.manager.warmup(progress or _bar, only)
+        """Captures the budgets in `only`, the largest first, each by `capture`."""
+        self.manager.warmup(progress or _bar, only, capture)
 
 
 def new_graphs(

@@ -28,7 +28,7 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 
 from fusedvit import __version__
-from fusedvit.errors import attempted, named_line
+from fusedvit.errors import attempted, named_line, passes
 from fusedvit.kernels import tile_configs
 from fusedvit.kernels.tile_configs import Target
 
@@ -113,26 +113,38 @@ def end_with_parent() -> None:
 def take(device: torch.device) -> None:
     """Enters the kernels of the folder that `FUSEDVIT_KERNELS` names into Triton's cache, once per process and device.
 
-    Logs a warning if the folder does not match this machine. Nothing is raised: missing kernels are compiled here.
+    Logs a warning if the folder does not match this machine. If the system cannot read or write now, the next `take`
+    tries again. Nothing is raised: missing kernels are compiled here.
     """
     folder = os.environ.get(VARIABLE)
     if folder and device.type == "cuda":
-        _take(Path(folder).absolute(), torch.device("cuda", device.index or 0))
+        failed = attempted(lambda: _take(Path(folder).absolute(), torch.device("cuda", device.index or 0)), OSError)
+        if failed is not None:
+            logger.warning("fusedvit: the compiled kernels in %s are not used: %s", folder, failed)
 
 
 @lru_cache(maxsize=64)
 def _take(folder: Path, device: torch.device) -> None:
+    """As `take`, for a GPU.
+
+    Raises:
+        OSError: the system cannot read or write, and may later: nothing is cached.
+    """
     found = attempted(lambda: _read(folder, device), OSError, ValueError, KeyError, TypeError)
     if isinstance(found, Exception):
+        _raise_if_passing(found)
         found = f"{MANIFEST} is not readable: {type(found).__name__}: {found}", False
     said, usable = found
     if said:
         logger.warning("fusedvit: the compiled kernels in %s: %s. What is missing is compiled here", folder, said)
     if not usable:
         return
-    failed = attempted(partial(_enter_somewhere, folder), OSError)
-    if failed is not None:
-        logger.warning("fusedvit: the compiled kernels in %s are not used: %s", folder, failed)
+    _enter_somewhere(folder)
+
+
+def _raise_if_passing(error: Exception) -> None:
+    if isinstance(error, OSError) and passes(error):
+        raise error
 
 
 def _read(folder: Path, device: torch.device) -> tuple[str, bool]:
@@ -182,6 +194,7 @@ def enter(folder: Path, into: Path) -> int:
     for source in (folder / name for name in sorted(os.listdir(folder)) if os.path.isdir(folder / name)):
         files = attempted(partial(_to_enter, source), *kinds)
         if isinstance(files, Exception):
+            _raise_if_passing(files)
             damaged.append(f"{source.name}: {type(files).__name__}: {files}")
             continue
         for name, content in files.items():

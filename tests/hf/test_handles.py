@@ -25,7 +25,17 @@ from fusedvit.graphs.limits import check_limits
 from fusedvit.prepared_tower import MOST_MOVES, PreparedTower
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.processors import image_processor
-from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_of, ran_fused, tiny_model, tiny_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_bitwise,
+    assert_same,
+    copy_of,
+    ran_fused,
+    tiny_model,
+    tiny_tower,
+    vision_tower,
+)
 from tests.support.waiting import PATIENCE
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
@@ -509,3 +519,58 @@ def test_weights_that_somebody_writes_all_the_time_end_in_the_original_code() ->
     handle.weights.read_back = overtaken  # type: ignore[method-assign]
     assert_bitwise(call.run(tower), call.run(fusedvit.unfuse(copy_of(tower))))
     assert handle.stats()["original"] == {fallback.CHANGING: 1}
+
+
+WARMUP: dict[str, Callable[[Any], object]] = {
+    "options": lambda tower: fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False)),
+    "unfuse": fusedvit.unfuse,
+    "release": lambda tower: fusedvit.fuse(tower).release(),
+    "refresh": lambda tower: fusedvit.fuse(tower).refresh(),
+}
+
+
+@pytest.mark.parametrize("name", WARMUP)
+def test_progress_that_waits_for_a_thread(name: str) -> None:
+    """A user's function runs under none of our locks, so that whatever it waits for goes on."""
+    tower = vision_tower(depth=1, deepstack_visual_indexes=[0])
+    handle, seen = fusedvit.fuse(tower), []
+
+    def progress(budgets: Any) -> Iterator[int]:
+        for budget in budgets:
+            if not seen:
+                other = threading.Thread(target=WARMUP[name], args=(tower,))
+                other.start()
+                other.join(PATIENCE)
+                assert not other.is_alive()
+            seen.append(budget)
+            yield budget
+
+    with graphs_on_cpu(handle, check_limits((4, 16, 64), 4, 8)) as graphs:
+        handle.warmup(progress)
+        goes_on = name in ("release", "refresh")
+        assert seen == [64, 16, 4] and graphs.manager.stats.captures == 3 * goes_on
+    assert handle.state() == ("unfused" if name == "unfuse" else "fused")
+
+
+def test_a_handle_that_is_known_is_returned_in_nobodys_turn() -> None:
+    tower = tiny_tower()
+    handle, found = fusedvit.fuse(tower), []
+    with api._turn.lock:
+        asking = threading.Thread(target=lambda: found.append(fusedvit.fuse(tower)))
+        asking.start()
+        asking.join(PATIENCE)
+        assert found == [handle]
+
+
+def test_stats_are_of_one_moment() -> None:
+    """Counters are not read while another thread writes them."""
+    tower = tiny_tower()
+    handle, found = fusedvit.fuse(tower), []
+    asking = threading.Thread(target=lambda: found.append(handle.stats()))
+    with handle._stats._lock:
+        asking.start()
+        asking.join(0.2)
+        assert not found
+        handle._stats.original["one more"] += 1
+    asking.join(PATIENCE)
+    assert found[0]["original"] == {"one more": 1}

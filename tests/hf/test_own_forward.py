@@ -221,3 +221,18 @@ def test_an_engines_forward_leads_no_further() -> None:
     after = type(tower).forward
     assert inspect.unwrap(after) is after and inspect.signature(tower.forward) == signature
     assert after.__qualname__ == "Qwen3VLVisionModel.forward"
+
+
+def test_strict_is_refused_where_calls_go_past(caplog: pytest.LogCaptureFixture) -> None:
+    """By the handle as by `fuse`, and the options stay."""
+    tower = tiny_tower()
+    own = tower.forward
+    tower.forward = lambda *given, **named: own(*given, **named)
+    handle, strict = fusedvit.fuse(tower), fusedvit.FuseConfig(strict=True)
+    for act in (handle.reconfigure, lambda config: fusedvit.fuse(tower, config)):
+        with pytest.raises(RuntimeError, match=fallback.BYPASSED):
+            act(strict)
+        assert handle.config == fusedvit.FuseConfig()
+    caplog.clear()
+    handle.reconfigure(fusedvit.FuseConfig(graphs=False))
+    assert [fallback.BYPASSED in record.getMessage() for record in caplog.records] == [True]

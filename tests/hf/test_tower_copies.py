@@ -2,10 +2,15 @@
 than the tower has, always counted, never left behind."""
 
 import copy
+import functools
+import gc
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +18,11 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
-from fusedvit.data_parallel import DataParallelEncoder
+from fusedvit.data_parallel import DataParallelEncoder, _Threads
 from fusedvit.errors import Reason
 from fusedvit.fused_encoder import rows_of
 from tests.hf.test_forks import answer_of_child, held
-from tests.support.towers import copy_of, error_of, pixels_for, vision_tower
+from tests.support.towers import copy_of, error_of, pixels_for, tiny_model, vision_tower
 from tests.support.waiting import PATIENCE, until
 
 GRID = [(1, 8, 8)] * 6
@@ -343,6 +348,133 @@ def test_a_copy_that_is_built_in_inference_mode_is_followed(trio: Trio) -> None:
         encoder(pixels, GRID)
     change(tower)
     assert is_right(encoder(pixels, GRID), expected_of(tower, pixels))
+
+
+# where threads cannot be started
+
+
+def test_calls_without_a_thread_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = vision_tower()
+    encoder, pixels, handle = DataParallelEncoder(tower, ["cpu"] * 3), pixels_for(tower, GRID), fusedvit.fuse(tower)
+    expected = expected_of(tower, pixels)
+    with monkeypatch.context() as here:
+        full = RuntimeError("can't start new thread")
+        here.setattr(threading.Thread, "start", mock.Mock(side_effect=full))
+        assert is_right(encoder(pixels, GRID), expected)
+    assert is_right(encoder(pixels, GRID), expected)
+    stats = handle.stats()
+    assert (stats["calls"], stats["fused"]) == (2, 2)
+    assert [(s["calls"], s["fused"]) for s in stats["copies"]] == [(2, 2)] * 2
+
+
+def test_too_few_threads_do_all_the_work(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, encoder, pixels = trio
+    encoder._threads = _Threads(2)
+    real, left = threading.Thread.start, [1]
+
+    def start(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert is_right(encoder(pixels, GRID), expected_of(tower, pixels)) and not left
+
+
+AFTER_MAIN = """
+import threading
+import fusedvit
+from fusedvit.data_parallel import DataParallelEncoder
+from tests.support.towers import pixels_for, vision_tower
+
+tower, grid = vision_tower(), [(1, 8, 8)] * 6
+encoder, pixels = DataParallelEncoder(tower, ["cpu"] * 2), pixels_for(tower, grid)
+encoder(pixels, grid)
+
+def work():
+    threading.main_thread().join()
+    threading.Event().wait(0.2)  # while Python ends its executors
+    encoder(pixels, grid)
+    print([s["calls"] for s in fusedvit.fuse(tower).stats()["copies"]])
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_calls_after_the_main_thread_has_ended() -> None:
+    done = subprocess.run([sys.executable, "-c", AFTER_MAIN], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout == "[2]\n", done.stderr
+
+
+def test_threads_end_with_their_encoder(trio: Trio) -> None:
+    _, encoder, _ = trio
+    names = [thread for thread in threading.enumerate() if thread.name == "fusedvit-device"]
+    encoder.close()
+    until(lambda: sum(thread.is_alive() for thread in names) <= len(names) - 2)
+
+
+# what copies share
+
+
+class Monitor:
+    """An application's object, which cannot be copied."""
+
+    def __init__(self, **held: Any) -> None:
+        self.lock = threading.Lock()
+        vars(self).update(held)
+
+    def on_output(self, *_: Any) -> None:
+        pass
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "hook": lambda tower: tower.register_forward_hook(Monitor().on_output),
+    "lock": lambda tower: setattr(tower, "log_lock", threading.Lock()),
+    "of a block": lambda tower: setattr(tower.blocks[0], "log_lock", [Monitor()]),
+    "partial": lambda tower: setattr(tower, "log", functools.partial(print, Monitor())),
+    "file": lambda tower: setattr(tower, "log", sys.__stderr__),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_cannot_be_copied_is_shared(trio: Trio, name: str) -> None:
+    tower, encoder, pixels = trio
+    CHANGES[name](tower)
+    change(tower)
+    assert is_right(encoder(pixels, GRID), rows_of(tower(pixels, torch.tensor(GRID), return_dict=True)))
+    assert [s["original"] for s in fusedvit.fuse(tower).stats()["copies"]] == [{}] * 2
+    other = DataParallelEncoder(tower, ["cpu"] * 2)  # copies are made of it, too
+    assert is_right(other(pixels, GRID), encoder(pixels, GRID))
+
+
+def test_no_model_is_copied_with_its_tower() -> None:
+    """Not for what a hook or an attribute holds."""
+    model = tiny_model().requires_grad_(False)
+    tower = model.model.visual
+    tower.register_forward_hook(Monitor(model=model).on_output)
+    tower.of = [model]
+    encoder = DataParallelEncoder(model, ["cpu"] * 2)
+    pixels = pixels_for(tower, GRID)
+    change(tower)
+    encoder(pixels, GRID)
+    copied = encoder._copies[0]._tower
+    assert copied.of == [model] and copied.config is not tower.config
+    assert not copied._forward_hooks and sum(type(o) is type(model) for o in gc.get_objects()) == 1
+
+
+def test_a_copy_that_is_freed_while_copies_are_listed(trio: Trio) -> None:
+    tower, _, _ = trio
+    handle = fusedvit.fuse(tower)
+
+    class Losing(dict[Any, Any]):
+        def items(self) -> Any:
+            for item in super().items():
+                yield item
+                self.clear()
+
+    handle._copies = Losing(handle._copies)
+    assert len(handle._living_copies()) == 2
 
 
 # forks

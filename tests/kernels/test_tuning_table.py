@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,6 +103,22 @@ def test_a_malformed_table_is_warned_of_once(
         assert tuning_table.table_for(H200) == tuning_table.table_for(H200) == Table()
     (record,) = caplog.records
     assert said in record.getMessage() and "heuristics used instead" in record.getMessage()
+
+
+def test_a_table_that_the_system_cannot_read_now_is_read_later(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folders[0], document(entry()))
+    with monkeypatch.context() as here, caplog.at_level(logging.WARNING, "fusedvit"):
+        here.setattr(tuning_table, "read", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        assert tuning_table.table_for(H200) == Table()
+    assert "cannot be read for now, heuristics used instead: [Errno 24]" in caplog.text
+    assert tuning_table.table_for(H200).entries[KEY] == CONFIG
+
+
+def test_a_folder_that_is_forbidden_has_no_table(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "stat", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    assert tuning_table.table_for(H200) == Table()
 
 
 def test_the_users_table_goes_over_the_shipped_one(folders: tuple[Path, Path]) -> None:

@@ -667,8 +667,8 @@ MUTANTS = (
     Mutant(
         "copies that a parent was writing",
         PARALLEL,
-        "self._lock, self._synced = threading.Lock(), -1",
-        "self._lock = threading.Lock()",
+        "self._lock, self._synced = threading.RLock(), -1",
+        "self._lock = threading.RLock()",
         "hf/tower_copies:a_child_writes",
     ),
     Mutant("syncs are no changes", COPIES, "self._handle.weights.expect_change()", "pass", "hf/tower_copies:syncs"),

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,6 +129,26 @@ def test_where_nothing_takes_files_it_is_said(
         compiled_kernels.take(torch.device("cuda", 35))
         assert (Path(triton.knobs.cache.dir) / "kernel" / "launcher.so").read_bytes() == b"code"
     assert len(caplog.records) == 1 and not (tmp_path / "kernel").exists()
+
+
+def test_a_folder_that_the_system_cannot_read_now_is_taken_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "folder" / "kernel").mkdir(parents=True)
+    (tmp_path / "folder" / "kernel" / "launcher.so").write_bytes(b"code")
+    (tmp_path / "folder" / "manifest.json").write_text(json.dumps(found()))
+    monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: H100)
+    monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path / "folder"))
+    with triton.knobs.cache.scope(), caplog.at_level(logging.WARNING, "fusedvit"):
+        triton.knobs.cache.dir = str(tmp_path / "cache")
+        for place in ("_read", "_to_enter"):
+            with monkeypatch.context() as here:
+                here.setattr(compiled_kernels, place, mock.Mock(side_effect=OSError(24, "Too many open files")))
+                compiled_kernels.take(torch.device("cuda", 36))
+            assert "are not used: [Errno 24]" in caplog.text and not (tmp_path / "cache" / "kernel").exists()
+            caplog.clear()
+        compiled_kernels.take(torch.device("cuda", 36))
+    assert (tmp_path / "cache" / "kernel" / "launcher.so").read_bytes() == b"code" and not caplog.records
 
 
 def test_compiling_ends_with_the_command(tmp_path: Path) -> None:
