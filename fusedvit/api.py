@@ -218,7 +218,7 @@ def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> No
     """Makes `tower`, which has only shards of its weights, run through the handle of a fused tower with whole weights.
 
     Args:
-        handle: that of the fused tower with whole weights.
+        handle: that of the fused tower with whole weights, which stands for `tower`.
         tower, call: as in `fuse_tower`.
 
     Raises:
@@ -226,7 +226,6 @@ def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> No
     """
     _check_seam(tower, call, handle=(handle, FusedEncoder))
     original: Any = type(tower)
-    handle.stand_for(tower)
     tower.__dict__[HANDLE] = handle
     _set_class(tower, _engine_class(original, call))
 

@@ -109,6 +109,7 @@ class FusedEncoder:
         self.weights = self.prepared.weights
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))  # last: `_end_of` needs the rest
         self._stands_for: Callable[[], nn.Module | None] = self._tower
+        self._judge: Callable[[], Reason | None] | None = None  # of the tower that this one stands for
         renew_in_children(self)
 
     # a call
@@ -158,7 +159,8 @@ class FusedEncoder:
                 return reason
             runtime = self.prepared.runtime if self._ran_fused else None  # after one fallback the next call mostly does
             replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
-            reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra) or self._pause.take()
+            called = self._stands_for() or tower
+            reason = fallback.reason_of_call(called, pixel_values, grid_thw, extra) or self._pause.take()
             found = reason or self._attempt_as_ready(pixels, grid_thw, replay, marked)
         finally:
             self._calling.discard(mine)  # first, as an interrupt may follow
@@ -172,15 +174,16 @@ class FusedEncoder:
         assert found.outputs is not None, "a run on unchanged weights has outputs"
         return Answer(found.outputs, found.items)
 
-    def count(self, ended: Sequence[Item] | Reason | None, share: bool = False) -> None:
+    def count(self, ended: Sequence[Item] | Reason | None, share: bool = False, strict: bool = False) -> None:
         """Counts a call that has ended.
 
         Args:
             ended: the items, if they ran fused; the reason, if the original code runs; None if the call raised.
             share: the call is a share of another handle's call. That handle warns and raises, this one only counts.
+            strict: the call is shared with other processes, and the handle of one of them is strict.
 
         Raises:
-            RuntimeError: `strict`, and the original code must run.
+            RuntimeError: `strict`, or with `strict=True`, and the original code must run.
         """
         if ended is None:
             self._stats.add(raised=1)
@@ -189,7 +192,7 @@ class FusedEncoder:
         elif share:
             self._stats.count_original(ended)
         else:
-            self._fall_back(ended)
+            self._fall_back(ended, strict)
 
     def _attempt_as_ready(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
@@ -248,7 +251,7 @@ class FusedEncoder:
         version = self.weights.version if replay is None else replay.weights_version
         try:
             runtime = self.prepared.runtime_on(self.weights.first_parameter())
-            check_content = (self.prepared.config.watch_data or self._trained) and runtime.no_graphs != CAPTURING
+            check_content = self._judge is None and self.checks_content() and runtime.no_graphs != CAPTURING
             return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
@@ -280,19 +283,23 @@ class FusedEncoder:
         elif each:
             self._pause.begin(Reason(fallback.CHANGED, "new values or adapters at each call"))
 
-    def _fall_back(self, reason: Reason) -> None:
+    def _fall_back(self, reason: Reason, strict: bool) -> None:
         """Counts a call that takes the original code.
 
         Raises:
-            RuntimeError: with `strict=True`.
+            RuntimeError: `strict`, or with `strict=True`.
         """
-        if self.prepared.config.strict:
+        if strict or self.prepared.config.strict:
             self._stats.add(raised=1)
             raise fallback.refused(self._name, reason)
         if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write without counting a version
-            tower = self._tower()
+            tower = self._stands_for()
             self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._stats.count_original(reason, self._name)
+
+    def checks_content(self) -> bool:
+        """Whether calls compare the content of the tower's parameters."""
+        return self.prepared.config.watch_data or self._trained
 
     def leave(self, why: str) -> None:
         """Counts a call that an engine's adapter leaves to the original code.
@@ -300,7 +307,7 @@ class FusedEncoder:
         Raises:
             RuntimeError: with `strict=True`.
         """
-        self._fall_back(Reason(fallback.ENGINE, why))
+        self.count(Reason(fallback.ENGINE, why))
 
     # what a user calls
 
@@ -334,7 +341,7 @@ class FusedEncoder:
             RuntimeError: the tower is gone.
         """
         paused = self._pause.lasts() if pauses else None
-        found = bypass(self.tower) or transforms.active(None) or paused
+        found = bypass(self.tower) or transforms.active(None) or paused or (self._judge and self._judge())
         if found is not None:
             return found
         source = self._source()
@@ -375,13 +382,20 @@ class FusedEncoder:
             self.prepared.warm_up(progress, wanted)
 
     def refresh(self) -> None:
-        """Prepares the weights again from the tower's parameters, at once.
+        """Prepares the weights again from the tower's parameters, at once; those of a sharded tower at its next call,
+        which every rank comes to.
 
         Raises:
             RuntimeError: the tower as it stands cannot run fused, was unfused, or is gone; the message says why.
         """
         self._live_tower()
         self._pause.end()
+        if self._judge is not None:
+            self.weights.outdate()
+            reason = self._judge()
+            if reason is not None:
+                raise RuntimeError(fallback.message(self._name, reason, "cannot run fused"))
+            return
         with on_device(self.weights.first_parameter().device), self._raising():
             self.prepared.refresh()
 
@@ -439,8 +453,8 @@ class FusedEncoder:
         """The embeddings that serving engines give to a language model: `[tokens, (1 + n) * out]`, n deepstack mergers.
 
         Each merged token's row is the merger's output, followed by the output of each deepstack merger in the order of
-        their blocks: the tower's `pooler_output` and `deepstack_features` side by side. The tower may run fused or its
-        original code.
+        their blocks: the tower's `pooler_output` and `deepstack_features` side by side. An engine's tower returns these
+        rows itself. The tower may run fused or its original code.
 
         Args:
             pixel_values, grid_thw: as the tower takes them; for padded images, positions instead of a grid.
@@ -449,7 +463,9 @@ class FusedEncoder:
             RuntimeError: the tower was unfused, or is gone.
             TypeError, ValueError: as a call of the tower.
         """
-        return rows_of(self._live_tower()(pixel_values, grid_thw, return_dict=True))
+        asked = {"return_dict": True} if self.built is None else {}  # which an engine's own `forward` does not take
+        found = self._live_tower()(pixel_values, grid_thw, **asked)
+        return found if isinstance(found, torch.Tensor) else rows_of(found)
 
     def graphs(self) -> TowerGraphs:
         """The tower's graphs, for measuring and testing.
@@ -476,7 +492,7 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower was freed.
         """
-        return _held(self._tower, self._name)
+        return _held(self._stands_for, self._name)
 
     def serves(self, tower: nn.Module) -> bool:
         """Whether this is the handle of `tower` itself, rather than of a tower that `tower` is a copy of."""
@@ -488,9 +504,15 @@ class FusedEncoder:
         """A new handle for `tower`, a copy of this handle's tower, with the same options."""
         return FusedEncoder(tower, self.family, self.spec, self.config, self.built)
 
-    def stand_for(self, tower: nn.Module) -> None:
-        """Makes this the handle of `tower` too, which has shards of the weights that this handle's own tower has."""
-        self._stands_for = weakref.ref(tower)
+    def stand_for(self, tower: nn.Module, judge: Callable[[], Reason | None]) -> None:
+        """Makes this the handle of `tower`, whose weights are shards of those that this handle's own tower has.
+
+        No other code writes to this handle's own tower, so calls do not compare its content.
+
+        Args:
+            judge: why `tower` as it stands cannot run fused, or None. It must not keep `tower` alive.
+        """
+        self._stands_for, self._judge = weakref.ref(tower), judge
 
     def lead(self, copied: "FusedEncoder", device: torch.device) -> None:
         """From now on `copied` takes the options of this handle, and frees memory and ends when this one does.
@@ -596,7 +618,7 @@ def rows_of(record: Any) -> torch.Tensor:
     return torch.cat([rows, *getattr(record, "deepstack_features", ())], dim=1)
 
 
-def _held(tower: weakref.ref[nn.Module], name: str) -> nn.Module:
+def _held(tower: Callable[[], nn.Module | None], name: str) -> nn.Module:
     alive = tower()
     if alive is None:
         raise RuntimeError(f"fusedvit: {name} of this handle is gone: a handle does not keep its model")

@@ -46,6 +46,7 @@ class CheckedTower:
         built: the tower's structure as a serving engine built it. None for Hugging Face's towers, which are compared
             with a second tower, built from the same config.
         normalizations: normalisations of the byte pixels that the tower must take: see `prepare_weights.prepare`.
+        wrong_parameters: what is wrong with the parameters; "" for nothing. Shards have other shapes.
     """
 
     tower: nn.Module
@@ -53,6 +54,7 @@ class CheckedTower:
     spec: VisionSpec
     built: Built | None = None
     normalizations: Mapping[bool, Normalization] = field(default_factory=dict)
+    wrong_parameters: Callable[[Plain, Family, VisionSpec], str] = wrong_parameters
     _code: OwnCode | None = field(default=None, init=False)
     _by_state: bool = field(default=False, init=False)
 
@@ -106,7 +108,7 @@ class CheckedTower:
         meta = _offloaded(plain)
         if meta:
             return Reason(fallback.META, meta)
-        wrong = wrong_parameters(plain, family, spec) or wrong_spec(tower, family, spec)
+        wrong = self.wrong_parameters(plain, family, spec) or wrong_spec(tower, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
         built = attempted(lambda: Built.like(tower)) if self.built is None else self.built

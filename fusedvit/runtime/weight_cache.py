@@ -157,6 +157,7 @@ class WeightCache:
         changes: how often weights were prepared because the tower had changed, not after `release` or `outdate`.
         moves: how often parameters have moved with unchanged content since weights were last released.
         repeats: preparations in a row from new parameter objects that held the same content as the old ones.
+        requests: how often `release` and `outdate` were called.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class WeightCache:
             ops: returns the operations that take fingerprints outside a call.
             on_prepare: called before weights are prepared on a device.
         """
-        self.version = self.prepared = self.changes = self.moves = self.repeats = 0
+        self.version = self.prepared = self.changes = self.moves = self.repeats = self.requests = 0
         self._asked = False  # the next preparation was asked for (release, refresh, …) and does not count in `changes`
         self._source = source
         self._on_move = on_move
@@ -198,6 +199,7 @@ class WeightCache:
         """Frees the weights; the next use prepares them again."""
         self.version += 1  # so that a run in progress is not accepted
         self.moves = 0
+        self.requests += 1
         self._asked = True
         self._forget()
 
@@ -205,6 +207,7 @@ class WeightCache:
         """Makes the next use prepare weights again, in the same memory, whatever fingerprints say."""
         self.version += 1  # so that a run in progress is not accepted
         self._snapshot = self._ingredients = self._refusal = None
+        self.requests += 1
         self._asked = True
 
     def expect_change(self) -> None:

@@ -5,6 +5,7 @@ weights. If one rank has failed, or is at another step, all raise. Ranks wait `P
 """
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from fusedvit.errors import PREFIX, first_line
+from fusedvit.checks.fallback import ADVICE, ENGINE
+from fusedvit.errors import PREFIX, Reason, first_line
 
 PATIENCE = 50.0  # seconds that a call waits for the other ranks
 BUILDING = 180.0  # the same while towers are built, before weights are loaded
@@ -83,17 +85,38 @@ class OutOfStep(RuntimeError):
 
 
 class Agreed(NamedTuple):
-    """The state that all ranks go on in, and what the first rank in that state said of it."""
+    """What all ranks do next.
+
+    Attributes:
+        state: the state that all go on in.
+        detail: what the first rank in that state said of it.
+        whose: that rank; "" if all ranks are in that state.
+        strict: one rank's options say to raise an error where the engine's code would run.
+    """
 
     state: str
     detail: str = ""
+    whose: str = ""
+    strict: bool = False
+
+    def reason(self) -> Reason:
+        """`detail` as the reason that it is the text of."""
+        kind, _, detail = self.detail.partition(": ")
+        if kind not in ADVICE:
+            kind, detail = ENGINE, self.detail
+        return Reason(kind, ": ".join(filter(None, (self.whose and f"on {self.whose}", detail))))
 
 
 @dataclass
 class Agreement:
-    """Rounds in which every rank says what it does and how it fared, and learns whether they all go on."""
+    """Rounds in which every rank says what it does and how it fared, and learns whether they all go on.
+
+    Attributes:
+        strict: whether this rank's options are strict.
+    """
 
     group: Group
+    strict: Callable[[], bool] = lambda: False
     rounds: int = 0
 
     def on(self, what: str, state: str, detail: str = "", seconds: float = PATIENCE) -> Agreed:
@@ -104,9 +127,9 @@ class Agreement:
             RuntimeError: a rank has failed, or did not answer within `seconds`.
         """
         self.rounds += 1
-        here = f"{what} {self.rounds}"
+        here, strict = f"{what} {self.rounds}", "strict" if self.strict() else ""
         try:
-            said = [text.split("\n") for text in self.group.exchange(f"{here}\n{state}\n{detail}", seconds)]
+            said = [text.split("\n") for text in self.group.exchange(f"{here}\n{state}\n{strict}\n{detail}", seconds)]
         except RuntimeError as error:
             raise RuntimeError(
                 f"fusedvit: rank {self.group.rank} waited for the other {self.group.size - 1} at {here}, at most "
@@ -116,8 +139,8 @@ class Agreement:
         for wanted in (OWN, STALE, FUSED) if in_step and FAILED not in {of for _, of, *_ in said} else ():
             ranks = [rank for rank, (_, of, *_) in enumerate(said) if of == wanted]
             if ranks:
-                whose = "" if len(ranks) == self.group.size else f"rank {ranks[0]}: "
-                return Agreed(wanted, f"{whose}{' '.join(said[ranks[0]][2:])}".rstrip(": "))
+                whose = "" if len(ranks) == self.group.size else f"rank {ranks[0]}"
+                return Agreed(wanted, " ".join(said[ranks[0]][3:]), whose, any(of[2] for of in said))
         each = "; ".join(
             f"rank {rank} {' '.join(filter(None, text[1:]))} ({text[0]})" for rank, text in enumerate(said)
         )

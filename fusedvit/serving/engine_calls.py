@@ -4,17 +4,20 @@ Engines accept grids as arrays, as lists of tensors, or with images without rows
 is counted and left to the engine's own code, which answers it or raises its own error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from fusedvit.checks import fallback
+from fusedvit.checks.fallback import ENGINE
 from fusedvit.errors import Reason, unnamed
 from fusedvit.fused_encoder import Answer, FusedEncoder
+from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import check_grid
+
+Result = TypeVar("Result")
 
 _REFUSED = (TypeError, ValueError)  # raised by `runtime.inputs`
 
@@ -22,24 +25,47 @@ _REFUSED = (TypeError, ValueError)  # raised by `runtime.inputs`
 def answer_of(
     handle: FusedEncoder, tower: nn.Module, pixels: Any, grid: Any, extra: dict[str, Any] | None = None
 ) -> Answer | None:
-    """As `FusedEncoder.answer`, but input that it refuses is counted as the reason `engine` and gives None."""
-    ended: Answer | Reason | None = None
+    """As `FusedEncoder.answer`, but a call that it refuses is counted and gives None."""
+    return counted(handle, lambda: handle.answer_or_reason(tower, pixels, grid, extra or {}))
+
+
+def counted(handle: FusedEncoder, answer: Callable[[], Answer | Reason]) -> Answer | None:
+    """What `answer` gives, counted once; None where the engine's own code runs, as for input that `answer` refuses.
+
+    Raises:
+        RuntimeError: with `strict=True`, the engine's own code must run.
+    """
+    found: Answer | Reason | None = None
     try:
-        ended = handle.answer_or_reason(tower, pixels, grid, extra or {})
-    except _REFUSED as error:
-        ended = Reason(fallback.ENGINE, unnamed(error))
+        found = or_refusal(answer)
     finally:
-        handle.count(ended.items if isinstance(ended, Answer) else ended)
-    return ended if isinstance(ended, Answer) else None
+        handle.count(found.items if isinstance(found, Answer) else found)
+    return found if isinstance(found, Answer) else None
 
 
-def grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | None:
-    """`grid_thw` as an integer tensor `[n, 3]`; None, counted, for anything else. Nothing is read from a GPU."""
+def encoded(
+    answer: Callable[[FusedEncoder, nn.Module, Any, Any], Answer | Reason],
+    handle: FusedEncoder,
+    tower: nn.Module,
+    pixels: Any,
+    grid: Any,
+) -> torch.Tensor | Reason:
+    """The rows of a share of a call, not counted; or the reason why the engine's own code must run."""
+    found = or_refusal(lambda: answer(handle, tower, pixels, grid))
+    return found if isinstance(found, Reason) else side_by_side(found.outputs, handle.spec)
+
+
+def or_refusal(check: Callable[[], Result]) -> Result | Reason:
+    """What `check` returns, or the reason why it refuses its input."""
     try:
-        return check_grid(as_rows(grid_thw))
+        return check()
     except _REFUSED as error:
-        handle.leave(unnamed(error))
-        return None
+        return Reason(ENGINE, unnamed(error))
+
+
+def grid_of(grid_thw: Any) -> torch.Tensor | Reason:
+    """`grid_thw` as an integer tensor `[n, 3]`; a reason for anything else. Nothing is read from a GPU."""
+    return or_refusal(lambda: check_grid(as_rows(grid_thw)))
 
 
 def as_rows(grid_thw: Any) -> Any:

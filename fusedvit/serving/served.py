@@ -13,7 +13,7 @@ from fusedvit.checks.as_built import Built
 from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving.agreement import Group, told
-from fusedvit.serving.sharded import ShardedTower, agreed_whole
+from fusedvit.serving.sharded import Encode, ShardedTower, agreed_whole
 
 SERVED = "_fusedvit_served"  # in a tower's __dict__
 
@@ -63,8 +63,8 @@ class Served:
         self.started = True
         if self.sharded is None:
             warm()
-        elif self.sharded.gather():
-            self.sharded.after(warm)
+        else:
+            self.sharded.prepare(warm)
         self.ready = True
 
 
@@ -79,7 +79,7 @@ def served_whole(
     built: Built,
     group: Group,
     make: Callable[[], tuple[nn.Module | None, str]],
-    run: Callable[..., torch.Tensor | None],
+    encode: Encode,
     logger: logging.Logger,
 ) -> tuple[Served | None, str]:
     """A whole copy to run in a sharded tower's place, filled from the shards later; or None and why it cannot run. The
@@ -88,7 +88,7 @@ def served_whole(
     Args:
         built: `tower` as it was built.
         make: builds the copy and fuses it, or says why it cannot, or must not, be fused.
-        run: the engine's call of a fused tower.
+        encode: see `ShardedTower`.
 
     Raises:
         RuntimeError: this rank waited for another in vain.
@@ -97,7 +97,7 @@ def served_whole(
     if whole is None:
         return None, why_not
     served: Served = vars(whole)[SERVED]
-    served.sharded = ShardedTower(tower, whole, served.handle, built, group, run, logger)
+    served.sharded = ShardedTower(tower, whole, served.handle, built, group, encode, logger)
     vars(tower)[SERVED] = served
     return served, ""
 

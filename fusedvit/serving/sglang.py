@@ -23,12 +23,13 @@ from torch import nn
 
 from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
-from fusedvit.errors import unnamed
+from fusedvit.checks.fallback import ENGINE
+from fusedvit.errors import Reason, unnamed
 from fusedvit.families.base import Family
-from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import EngineGroup, told
-from fusedvit.serving.engine_calls import answer_of, grid_of
+from fusedvit.serving.engine_calls import counted, encoded, grid_of
 from fusedvit.serving.plugin import check_options, install, may_gather, options, unknown_release, wrap
 from fusedvit.serving.served import SERVED, Served, served_in, served_whole, try_to_fuse, writing, writing_part
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
@@ -267,7 +268,8 @@ def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
         return whole, of_whole.wrong or _fuse(whole, family, of_whole)
 
     assert noted.built is not None, "asked for only where nothing was wrong"
-    served, why_not = served_whole(tower, noted.built, EngineGroup.of(get_tp_group()), make, run, logger)
+    encode = functools.partial(encoded, _answer)
+    served, why_not = served_whole(tower, noted.built, EngineGroup.of(get_tp_group()), make, encode, logger)
     if served is not None:
         fuse_sharded(tower, served.handle, _run_sharded)
     return why_not
@@ -275,18 +277,15 @@ def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
 
 def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
     """As `run`, for a sharded tower: every rank encodes its share and returns all rows."""
-    grid = grid_of(handle, grid_thw)  # the same on every rank, so every rank refuses alike
-    if grid is None or _spans_frames(handle, grid):
-        return None
-    found: torch.Tensor | None = vars(tower)[SERVED].sharded(x, grid)
+    found: torch.Tensor | None = vars(tower)[SERVED].sharded(x, _grid_of(handle, grid_thw))
     return found
 
 
-def _spans_frames(handle: FusedEncoder, grid: torch.Tensor) -> bool:
-    if not handle.spec.window or not len(grid) or int(grid[:, 0].max()) <= 1:  # a rank's share may be empty
-        return False
-    handle.leave("several frames: SGLang's full attention spans them")
-    return True
+def _grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | Reason:
+    grid = grid_of(grid_thw)
+    if not handle.spec.window or isinstance(grid, Reason) or not len(grid) or int(grid[:, 0].max()) <= 1:
+        return grid
+    return Reason(ENGINE, "several frames: SGLang's full attention spans them")
 
 
 def _turn_off_graphs() -> None:
@@ -306,11 +305,12 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) 
         grid_thw: `[items, 3]`: a tensor, an array or a list of triples. A grid that the encoder refuses goes to
             SGLang's code, which accepts it or raises its own error.
     """
-    grid = grid_of(handle, grid_thw)
-    if grid is None or _spans_frames(handle, grid):
-        return None
-    found = answer_of(handle, tower, x, grid)
+    found = counted(handle, lambda: _answer(handle, tower, x, _grid_of(handle, grid_thw)))
     return None if found is None else side_by_side(found.outputs, handle.spec)
+
+
+def _answer(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid: torch.Tensor | Reason) -> Answer | Reason:
+    return grid if isinstance(grid, Reason) else handle.answer_or_reason(tower, x, grid, {})
 
 
 # memory

@@ -9,23 +9,26 @@ Before ranks wait for each other they agree (`agreement.py`), over the engine's 
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.as_built import Built, wrong_attributes, wrong_modules
+from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import Snapshot
 from fusedvit.checks.checked_tower import CheckedTower
-from fusedvit.checks.forward_hooks import hooked
-from fusedvit.checks.own_code.tower_code import own_code
+from fusedvit.errors import Reason, attempted, unnamed
+from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.graphs.manager import MIB
+from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
-from fusedvit.runtime.inputs import check_grid
+from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
 from fusedvit.runtime.readback import ContentCheck
 from fusedvit.serving.agreement import (
@@ -36,14 +39,16 @@ from fusedvit.serving.agreement import (
     OWN,
     PATIENCE,
     STALE,
+    Agreed,
     Agreement,
     Group,
-    OutOfStep,
     told,
 )
 from fusedvit.serving.shards import Shard, layout_of
 
-Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | None]
+Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | Reason]
+
+_ATTEMPTS = 3  # at a call, if shards change: gathered before the first time, they may have been written to meanwhile
 
 
 def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]]) -> tuple[nn.Module | None, str]:
@@ -61,7 +66,7 @@ def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]])
     except Exception as error:  # noqa: BLE001 - the engine must start, without us
         why_not = told(error)
     agreed = Agreement(group).on("build", OWN if why_not else FUSED, why_not, BUILDING)
-    return (whole, "") if agreed.state == FUSED else (None, agreed.detail)
+    return (whole, "") if agreed.state == FUSED else (None, ": ".join(filter(None, (agreed.whose, agreed.detail))))
 
 
 def divided(shares: list[Share]) -> list[Share]:
@@ -71,33 +76,39 @@ def divided(shares: list[Share]) -> list[Share]:
 
 
 class _Baseline(NamedTuple):
-    """The state of a rank's shards, its buffers and their modules when the shards were gathered."""
+    """The state of a rank's shards, its buffers and their modules when the shards were gathered.
 
+    Attributes:
+        requests: how often new weights had been asked for.
+    """
+
+    requests: int
     snapshot: Snapshot
-    content: ContentCheck | None
+    content: ContentCheck
 
     @staticmethod
-    def of(source: CheckedTower, content: bool) -> "_Baseline":
+    def of(source: CheckedTower, requests: int) -> "_Baseline":
         tensors = source.read()
-        check = ContentCheck.of(tensors, ops_for(tensors[0].device)) if content else None
-        return _Baseline(source.snapshot(), check)
+        return _Baseline(requests, source.snapshot(), ContentCheck.of(tensors, ops_for(tensors[0].device)))
 
-    def begin(self) -> Callable[[], bool]:
-        """Starts a comparison; the returned function ends it and says whether nothing has changed."""
+    def begin(self, check_content: bool) -> Callable[[], bool]:
+        """Starts a comparison, of the content too if `check_content`; the returned function ends it and says whether
+        nothing has changed."""
         content, snapshot = self.content, self.snapshot
-        if content is None or not snapshot.in_place():
+        if not check_content or not snapshot.in_place():
             return lambda: snapshot.in_place() and snapshot.unchanged()
         read = content.begin(None if content.marks is None else content.marks.here(), True, None)
         return lambda: read.wait(snapshot.unchanged).unchanged
 
 
 class _Encoded(NamedTuple):
-    """How one rank fared. `mine` is its rows, padded to the longest share; `all` takes those of every rank, `rows` the
-    call's result. Where every rank encodes the whole call, `mine` is the result."""
+    """How one rank fared. `mine` is its rows, padded to the longest of `shares`; `all` takes those of every rank, and
+    `rows` the call's result. Where every rank encodes the whole call, `mine` is the result."""
 
     state: str
     detail: str = ""
     error: Exception | None = None
+    shares: Sequence[Share] = ()
     mine: torch.Tensor | None = None
     all: torch.Tensor | None = None
     rows: torch.Tensor | None = None
@@ -107,14 +118,17 @@ class _Encoded(NamedTuple):
 class ShardedTower:
     """One rank's part of a tower: its shards, and the whole copy that runs fused.
 
+    The handle is that of the copy, and stands for `sharded`: calls of `sharded` are counted, its options are followed,
+    and what keeps it from running fused is judged as for a tower that is not sharded. The copy is written here alone.
+
     Attributes:
         sharded: the engine's tower.
         whole: the copy, of the same class with whole parameters; no other code refers to it.
         handle: the handle of `whole`.
         built: `sharded` as it was built.
-        encode: the engine's call of a fused tower.
+        encode: gives the rows of a share, or the reason why the engine's code must run. It does not count.
         logger: the engine's, or below it.
-        stale: why shards must be gathered before the next call, or "". Only set where every rank sets it.
+        stale: why shards must be gathered before the next call, or "". If this rank alone finds one, all gather.
     """
 
     sharded: nn.Module
@@ -127,148 +141,187 @@ class ShardedTower:
     stale: str = "loaded"
     patience: float = PATIENCE
     _baseline: _Baseline | None = field(default=None, init=False)
-    _check_content: bool = field(init=False)
     _agreement: Agreement = field(init=False)
-    _said: set[str] = field(default_factory=set, init=False)
-    _left: dict[str, int] = field(default_factory=dict, init=False)  # calls of the copy in original code, by reason
+    _left: bool = field(default=False, init=False)  # whether the engine's code ran at last, on every rank
+    _refused: bool = field(default=False, init=False)  # whether because of this rank
 
     def __post_init__(self) -> None:
-        config = self.handle.config
-        self._check_content = config.watch_data
-        self.handle.reconfigure(replace(config, watch_data=False))  # no other code can write to the copy
-        self._agreement = Agreement(self.group)
+        handle, judge = self.handle, weakref.WeakMethod(self.reason)
+        self._agreement = Agreement(self.group, lambda: handle.config.strict)
+        handle.stand_for(self.sharded, lambda: None if (of_living := judge()) is None else of_living())
 
-    def __call__(self, pixels: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
-        """All rows of a call, `[tokens, (1 + deepstack) * out]`; None: every rank runs the engine's code.
+    def __call__(self, pixels: torch.Tensor, grid: torch.Tensor | Reason) -> torch.Tensor | None:
+        """All rows of a call, `[tokens, (1 + deepstack) * out]`; None: every rank runs the engine's code. Counts it.
+
+        Args:
+            grid: `[items, 3]`; or the reason why every rank leaves the call to the engine's code.
 
         Raises:
-            RuntimeError: one rank has failed; raised on every rank.
-            TypeError, ValueError: as a call of the tower.
+            RuntimeError: one rank has failed, or is strict and the engine's code must run; raised on every rank.
         """
-        grid = check_grid(grid_thw).cpu()
-        shares = shares_of(self.handle.spec, len(pixels), grid, self.group.size)
-        patience = LOADING if self.stale else self.patience  # at first, ranks may compile for different times
-        for _ in range(2):
-            if self.stale and not self.gather(self.patience):  # every rank is at this call
-                return None
-            if shares is None:  # wrong input: the tower raises the best message, the same on every rank
-                return self.encode(self.handle, self.whole, pixels, grid)
-            found = self._encoded(pixels, divided(shares))
-            try:
-                agreed = self._agreement.on("call", found.state, found.detail, patience)
-            except RuntimeError as error:
-                self.stale = self.stale or ("out of step" if isinstance(error, OutOfStep) else "")
-                raise (found.error or error) from error
+        found: torch.Tensor | Reason | None = None
+        grid, strict = grid if isinstance(grid, Reason) else grid.cpu(), False
+        try:
+            found, strict = self._rows(pixels, grid)
+        finally:
+            items = [] if isinstance(grid, Reason) else [*map(Item._make, grid.tolist())]
+            self.handle.count(items if isinstance(found, torch.Tensor) else found, strict=strict)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def _rows(self, pixels: torch.Tensor, grid: torch.Tensor | Reason) -> tuple[torch.Tensor | Reason, bool]:
+        """The rows; or the reason why the engine's code must run, and whether one rank is strict."""
+        patience = self.patience
+        for _ in range(_ATTEMPTS):
+            found, agreed = self._attempt(pixels, grid, patience)
             if agreed.state == FUSED:
-                return found.mine if found.all is None else self._gathered(found, divided(shares))
+                return self._gathered(found), False
+            if agreed.state == STALE:
+                agreed = self.gather(self.patience, agreed.detail)  # every rank is at this call
+                patience = LOADING  # at first, ranks may compile for different times
             if agreed.state == OWN:
-                self._own(agreed.detail)
-                return None
-            self.stale = "written to"
+                return agreed.reason(), agreed.strict
         raise RuntimeError("fusedvit: the shards of a tower change while they are gathered")
+
+    def _attempt(self, pixels: torch.Tensor, grid: torch.Tensor | Reason, patience: float) -> tuple[_Encoded, Agreed]:
+        """Encodes this rank's share, and agrees with the others on what follows.
+
+        After a call that ran the engine's code, ranks that had no part in that encode nothing until the others find
+        their reasons gone.
+        """
+        waits = self._left and not self._refused and not isinstance(grid, Reason)
+        found = _Encoded(FUSED) if waits else self._encoded(pixels, grid)
+        agreed = self._agreed(found, patience)
+        if self._left and agreed.state == FUSED:
+            found = self._encoded(pixels, grid) if waits else found
+            agreed = self._agreed(found, patience)
+        self._left, self._refused = agreed.state == OWN, found.state == OWN
+        return found, agreed
+
+    def _agreed(self, found: _Encoded, patience: float) -> Agreed:
+        try:
+            return self._agreement.on("call", found.state, found.detail, patience)
+        except RuntimeError as error:
+            raise (found.error or error) from error
+
+    def _encoded(self, pixels: torch.Tensor, grid: torch.Tensor | Reason) -> _Encoded:
+        """Encodes this rank's share. An error is returned, not raised: the other ranks must learn of it first."""
+        try:
+            found = grid if isinstance(grid, Reason) else self._encoded_or_reason(pixels, grid)
+        except Exception as error:  # noqa: BLE001 - out of memory, a wrong pixel: the other ranks must learn of it
+            return _Encoded(FAILED, told(error), error)
+        return _Encoded(OWN, str(found)) if isinstance(found, Reason) else found
+
+    def _encoded_or_reason(self, pixels: torch.Tensor, grid: torch.Tensor) -> _Encoded | Reason:
+        reason, baseline = self.reason() if self._refused else None, self._baseline
+        asked = baseline is None or baseline.requests != self.handle.weights.requests
+        if reason is not None or baseline is None or asked or self.stale:
+            return reason or _Encoded(STALE, self.stale or "asked for")
+        right = isinstance(pixels, torch.Tensor) and pixels.ndim == 2
+        of_all = shares_of(self.handle.spec, len(pixels), grid, self.group.size) if right else None
+        shares = divided(of_all or [])
+        share = shares[self.group.rank % len(shares)] if shares else None
+        given = (pixels, grid) if share is None else (share.pixels_of(pixels), share.grid)  # wrong input is refused
+        unchanged = baseline.begin(self.handle.checks_content())
+        try:
+            found = self.encode(self.handle, self.whole, *given)
+        finally:
+            as_gathered = unchanged()  # after an error, too: it waits for the read that `begin` started
+        if not as_gathered:
+            return self.reason() or _Encoded(STALE, "written to")
+        return found if isinstance(found, Reason) else self._padded(found, shares)
+
+    def _padded(self, rows: torch.Tensor, shares: Sequence[Share]) -> _Encoded:
+        if len(shares) <= 1:
+            return _Encoded(FUSED, mine=rows)
+        tokens = self._tokens(shares)
+        mine = rows.new_empty(max(tokens), rows.shape[1])
+        mine[: len(rows)] = rows
+        every = rows.new_empty(self.group.size, *mine.shape)
+        return _Encoded(FUSED, shares=shares, mine=mine, all=every, rows=rows.new_empty(sum(tokens), rows.shape[1]))
 
     def _tokens(self, shares: Sequence[Share]) -> list[int]:
         return [share.patches() // self.handle.spec.merge_size**2 for share in shares]
 
-    def _encoded(self, pixels: torch.Tensor, shares: Sequence[Share]) -> _Encoded:
-        """Encodes this rank's share. An error is returned, not raised: the other ranks must learn of it first."""
-        assert self._baseline is not None, "gathered"
-        share, tokens = shares[self.group.rank % len(shares)], self._tokens(shares)
-        try:
-            unchanged = self._baseline.begin()
-            try:
-                rows = self.encode(self.handle, self.whole, share.pixels_of(pixels), share.grid)
-            finally:
-                as_gathered = unchanged()  # after an error, too: it waits for the read that `begin` started
-            if not as_gathered:
-                path = hooked(self.sharded)
-                return _Encoded(OWN, f"a hook on {path}") if path else self._changed()
-            if rows is None:
-                return _Encoded(OWN, self._why_left())
-            if len(shares) == 1:
-                return _Encoded(FUSED, mine=rows)
-            mine = rows.new_empty(max(tokens), rows.shape[1])
-            mine[: len(rows)] = rows
-            return _Encoded(
-                FUSED,
-                mine=mine,
-                all=rows.new_empty(self.group.size, *mine.shape),
-                rows=rows.new_empty(sum(tokens), rows.shape[1]),
-            )
-        except Exception as error:  # noqa: BLE001 - out of memory, a wrong pixel: the other ranks must learn of it
-            return _Encoded(FAILED, told(error), error)
-
-    def _why_left(self) -> str:
-        """Why the copy's last call ran its original code."""
-        found = self.handle.stats()
-        new = [kind for kind, count in found["original"].items() if count > self._left.get(kind, 0)]
-        self._left = found["original"]
-        return ", ".join(f"{kind}: {found['details'].get(kind, '')}".rstrip(": ") for kind in new)
-
-    def _changed(self) -> _Encoded:
-        """Changed modules or code keep the tower from running fused; changed content has the shards gathered again."""
-        reason = self._reason()
-        return _Encoded(OWN, reason) if reason else _Encoded(STALE)
-
-    def _gathered(self, found: _Encoded, shares: Sequence[Share]) -> torch.Tensor:
-        assert found.mine is not None and found.all is not None and found.rows is not None
+    def _gathered(self, found: _Encoded) -> torch.Tensor:
+        assert found.mine is not None, "encoded"
+        if found.all is None or found.rows is None:
+            return found.mine
         self.group.all_gather(found.all, found.mine)
-        rows = [found.all[rank, :count] for rank, count in enumerate(self._tokens(shares))]
-        ran = [(share, of) for share, of in zip(shares, rows, strict=True) if share.pieces]
+        rows = [found.all[rank, :count] for rank, count in enumerate(self._tokens(found.shares))]
+        ran = [(share, of) for share, of in zip(found.shares, rows, strict=True) if share.pieces]
         return in_order([share for share, _ in ran], [of for _, of in ran], out=found.rows)
 
     # weights
 
-    def gather(self, seconds: float = LOADING) -> bool:
-        """Fills the whole copy from all ranks' shards; False, on every rank: some rank cannot run fused.
-
-        Args:
-            seconds: how long to wait for the other ranks.
+    def prepare(self, warm_up: Callable[[], object]) -> None:
+        """Gathers the shards, and warms up on every rank; where some rank cannot run fused, logs why.
 
         Raises:
             RuntimeError: one rank has failed; raised on every rank.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            return self._gather(seconds)
+        agreed = self.gather()
+        if agreed.state == FUSED:
+            self.after(warm_up)
+        else:
+            self._say(f"{type(self.whole).__name__} runs the engine's own code on every rank: {agreed.reason()}")
 
-    def _gather(self, seconds: float) -> bool:
-        why = self.stale
+    def gather(self, seconds: float = LOADING, why: str = "") -> Agreed:
+        """Fills the whole copy from all ranks' shards; or, on every rank, the reason why some rank cannot run fused.
+
+        Args:
+            seconds: how long to wait for the other ranks.
+            why: another rank's reason to gather.
+
+        Raises:
+            RuntimeError: one rank has failed, or has shards of another dtype; raised on every rank.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            return self._gather(seconds, why or self.stale)
+
+    def _gather(self, seconds: float, why: str) -> Agreed:
         layout: tuple[Shard, ...] = ()
         room = None
         self.stale = "gathering failed"
         try:
-            detail = self._reason() or str(self.handle.reason(pauses=False) or "")
-            layout = layout_of(self.sharded, self.whole, self.group.size)
-            cut = [p for p, shard in zip(self.sharded.parameters(), layout, strict=True) if shard.dim is not None]
-            room = cut[0].new_empty(self.group.size * max(p.numel() for p in cut)) if cut else None
-            source = CheckedTower(self.sharded, self.handle.family, self.handle.spec, self.built)
-            self._baseline = _Baseline.of(source, self._check_content)
+            detail = str(self.reason() or "")
+            if not detail:
+                layout = layout_of(self.sharded, self.whole, self.group.size)
+                self._take_dtypes()
+                cut = [p for p, shard in zip(self.sharded.parameters(), layout, strict=True) if shard.dim is not None]
+                room = cut[0].new_empty(self.group.size * max(p.numel() for p in cut)) if cut else None
+                self._baseline = _Baseline.of(self._source(), self.handle.weights.requests)
         except Exception as error:  # noqa: BLE001 - as in `agreed_whole`
             detail = told(error)
-        agreed = self._agreement.on("gather", OWN if detail else FUSED, detail or why, seconds)
+        agreed = self._agreement.on(self._step(), OWN if detail else FUSED, detail, seconds)
+        self._left, self._refused = agreed.state == OWN, bool(detail)
         if agreed.state == OWN:
             self.stale = why
-            self._own(agreed.detail)
-            return False
+            return agreed
         self._join(layout, room)  # allocates nothing: no rank fails here alone
         self.stale = ""
         held = sum(p.numel() * p.element_size() for p in self.whole.parameters()) / MIB
         self._say(
             f"{type(self.whole).__name__} ({why}): shards of {self.group.size} GPUs gathered, {held:.0f} MiB on each"
         )
-        return True
+        return agreed
+
+    def _step(self) -> str:
+        """What ranks that gather must be at: shards of two dtypes cannot be gathered."""
+        return f"gather {next(self.sharded.parameters()).dtype}"
+
+    def _take_dtypes(self) -> None:
+        """Gives the copy the dtypes and the device of the shards; what it holds is lost where they differ."""
+        given = dict(chain(self.sharded.named_parameters(), self.sharded.named_buffers()))
+        for name, mine in chain(self.whole.named_parameters(), self.whole.named_buffers()):
+            own = given.get(name, mine)
+            if (mine.dtype, mine.device) != (own.dtype, own.device):
+                mine.data = torch.empty_like(mine, dtype=own.dtype, device=own.device)
 
     def failed(self, error: Exception) -> None:
         """Tells the other ranks, whose next step is to gather, that this rank failed before that step."""
         self.stale = "gathering failed"
         with contextlib.suppress(RuntimeError):  # the caller raises `error` instead
-            self._agreement.on("gather", FAILED, told(error), LOADING)
-
-    def _own(self, why: str) -> None:
-        """Logs, once per reason, that every rank runs the engine's code."""
-        if why not in self._said:
-            self._said.add(why)
-            self._say(f"{type(self.whole).__name__} runs the engine's own code on every rank: {why}")
+            self._agreement.on(self._step(), FAILED, told(error), LOADING)
 
     def _say(self, text: str) -> None:
         if self.group.rank == 0:
@@ -303,14 +356,18 @@ class ShardedTower:
             failed = told(error)
         self._agreement.on("warm-up", FAILED if failed else FUSED, failed, LOADING)
 
-    def _reason(self) -> str:
-        """Why the whole copy cannot stand for the sharded tower; "" if it can."""
-        path = hooked(self.sharded)
-        if path:
-            return f"a hook on {path}"
-        family, spec, plain = self.handle.family, self.handle.spec, Plain.of(self.sharded)
-        code = own_code(plain, family.engine)
+    # judging
+
+    def reason(self) -> Reason | None:
+        """Why the sharded tower as it stands cannot run fused, or None; waits for the GPU."""
+        return self._source().reason()
+
+    def _source(self) -> CheckedTower:
+        family = self.handle.family
         values = {name: value for name, value in family.engine.values.items() if name != "tp_size"}
         family = replace(family, engine=replace(family.engine, values=values))
-        wrong = wrong_modules(plain, self.built, family, spec) or code.foreign
-        return wrong or wrong_attributes(plain, self.built, family, spec, code)
+        return CheckedTower(self.sharded, family, self.handle.spec, self.built, wrong_parameters=self._wrong_parameters)
+
+    def _wrong_parameters(self, plain: Plain, family: Family, spec: VisionSpec) -> str:
+        found = attempted(lambda: layout_of(self.sharded, self.whole, self.group.size), ValueError)
+        return unnamed(found) if isinstance(found, Exception) else ""

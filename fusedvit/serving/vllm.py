@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
-from fusedvit.checks.fallback import META, TRANSFORM
+from fusedvit.checks.fallback import ENGINE, META, TRANSFORM
 from fusedvit.checks.ownership import name_of
 from fusedvit.checks.recorded import version_of
 from fusedvit.config import FuseConfig
-from fusedvit.errors import attempted, unnamed
+from fusedvit.errors import Reason, attempted, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
-from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.graphs.limits import MOST
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
@@ -39,7 +39,7 @@ from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm_gemma
 from fusedvit.serving.agreement import EngineGroup
-from fusedvit.serving.engine_calls import answer_of, as_rows, grid_of
+from fusedvit.serving.engine_calls import as_rows, counted, encoded, grid_of
 from fusedvit.serving.plugin import (
     CONFIG,
     VARIABLES,
@@ -67,6 +67,7 @@ _TRANSFORMERS = "vllm.model_executor.models.transformers.multimodal"
 _ADAPTERS = "vllm.model_executor.models.adapters"  # its subclasses make pooling models of others, with the same tower
 _REPLICATED = "ReplicatedLinear"  # whole on every rank, even if its tp_size is not 1
 _METHOD = "quant_method"  # attribute of a layer: the object that computes it
+_MISSING = "StageMissingLayer"  # vLLM's module in place of a tower that it does not call, and which it holds
 _NORM = "FusedMMInputNorm"  # vLLM's module that normalises bytes on the device
 _WITHOUT_WEIGHTS = (META, TRANSFORM)  # load formats build models on no device, or under a dispatch mode
 _OVERTAKEN = 3  # attempts at a call, each dropped if the normalisation has changed meanwhile
@@ -136,8 +137,12 @@ def _construct_model(
 ) -> None:
     """As `_construct`, for a model that holds Hugging Face's tower."""
     original(model, *args, **kwargs)
-    tower: Any = getattr(model, vllm_gemma.TOWER, None)
+    held: Any = getattr(model, vllm_gemma.TOWER, None)
+    tower = vars(held).get("module") if type(held).__name__ == _MISSING else held
     if type(tower).__name__ not in family.class_names:
+        return
+    if tower is not held:
+        _say(type(tower), tower, _reason_of_engine(tower) or "vLLM does not call it")
         return
     mro = type(model).__mro__
     if any(sub.__module__ != _ADAPTERS for sub in mro[: mro.index(cls)]):
@@ -313,7 +318,8 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
         built = Built.of(tower, VLLM)
     except ValueError as error:  # of its code, which is the same on every rank
         return unnamed(error)
-    served, why_not = served_whole(tower, built, EngineGroup.of(get_tp_group()), make, run, logger)
+    encode = functools.partial(encoded, _answer)
+    served, why_not = served_whole(tower, built, EngineGroup.of(get_tp_group()), make, encode, logger)
     if served is not None:
         fuse_sharded(tower, served.handle, _run_sharded)
     return why_not
@@ -321,10 +327,7 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
 
 def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> Any:
     """As `run`, for a sharded tower: every rank encodes its share and returns all rows."""
-    if grid_thw is None or any(value is not None for value in more.values()):
-        return None
-    grid = grid_of(handle, grid_thw)  # the same on every rank, so every rank refuses alike
-    return None if grid is None else vars(tower)[SERVED].sharded(x, grid)
+    return vars(tower)[SERVED].sharded(x, _of_graphs(more) or grid_of(grid_thw))
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -396,18 +399,23 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
             code, which accepts it or raises its own error.
         more: `encoder_metadata`, which vLLM's own graphs pass.
     """
-    if grid_thw is None or any(value is not None for value in more.values()):
-        return None
-    rows = as_rows(grid_thw)
+    found = counted(handle, lambda: _of_graphs(more) or _answer(handle, tower, x, as_rows(grid_thw)))
+    return None if found is None else side_by_side(found.outputs, handle.spec)
+
+
+def _of_graphs(more: dict[str, Any]) -> Reason | None:
+    given = [name for name, value in more.items() if value is not None]
+    return Reason(ENGINE, f"{given[0]}, which vLLM's own graphs pass") if given else None
+
+
+def _answer(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, rows: Any) -> Answer | Reason:
+    """As `FusedEncoder.answer_or_reason`, on one state of the tower's normalisation."""
     for _ in range(_OVERTAKEN):
         pixels = _pixels(tower, x)
-        found = answer_of(handle, tower, pixels, rows)
-        if found is None:
-            return None
-        if type(pixels) is not BytePixels or _is_still(tower, pixels.normalization):
-            return side_by_side(found.outputs, handle.spec)
-    handle.leave("somebody writes to input_norm all the time")
-    return None
+        found = handle.answer_or_reason(tower, pixels, rows, {})
+        if isinstance(found, Reason) or type(pixels) is not BytePixels or _is_still(tower, pixels.normalization):
+            return found
+    return Reason(ENGINE, "somebody writes to input_norm all the time")
 
 
 def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:

@@ -700,3 +700,20 @@ def test_what_stands_before_torchs_functions_of_c() -> None:
     handle = fusedvit.fuse(tower)
     with mock.patch.object(torch._VF, "dropout", _doubled(torch.dropout), create=True):
         assert "torch._VF.dropout" in handle.report()
+
+
+class _Importing(str):
+    """The name of a module during whose reading another thread imports a module."""
+
+    def startswith(self, *given: Any) -> bool:
+        sys.modules["zz_imported_meanwhile"] = types.ModuleType("zz_imported_meanwhile")
+        return super().startswith(*given)
+
+
+def test_a_module_that_another_thread_imports_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, _Importing("zz_importing"), types.ModuleType("zz_importing"))
+    monkeypatch.setitem(sys.modules, "zz_last", types.ModuleType("zz_last"))
+    try:
+        assert fusedvit.fuse(tiny_tower()).reason() is None
+    finally:
+        sys.modules.pop("zz_imported_meanwhile", None)

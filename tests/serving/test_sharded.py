@@ -1,9 +1,10 @@
 """Sharded towers on four ranks, threads of this process, without an engine: what is gathered, and what all agree on."""
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import nn
 
 from fusedvit.api import fuse
 from fusedvit.bench.towers import random_weights_
+from fusedvit.checks import fallback
 from fusedvit.checks.as_built import Built
 from fusedvit.cli.towers import TINY
-from fusedvit.outputs.hugging_face import side_by_side
+from fusedvit.errors import Reason
 from fusedvit.serving.agreement import FAILED, FUSED, OWN, STALE, Agreement, OutOfStep
+from fusedvit.serving.engine_calls import encoded
 from fusedvit.serving.served import Served, writing, writing_part
 from fusedvit.serving.sharded import ShardedTower, agreed_whole
 from fusedvit.serving.shards import Shard, layout_of
@@ -135,15 +138,15 @@ def test_layouts(shard: Any, whole: Any, attributes: Any, expected: Any) -> None
 
 @pytest.mark.parametrize(("state", "detail"), [(FUSED, ""), (STALE, ""), (OWN, "a hook on blocks.1")])
 def test_all_alike(state: str, detail: str) -> None:
-    assert on_ranks(lambda group: Agreement(group).on("call", state, detail)) == [(state, detail)] * RANKS
+    assert on_ranks(lambda group: Agreement(group).on("call", state, detail)) == [(state, detail, "", False)] * RANKS
 
 
 @pytest.mark.parametrize(
     ("states", "agreed"),
     [
-        ({2: OWN}, (OWN, "rank 2: why 2")),
-        ({1: STALE}, (STALE, "rank 1: why 1")),
-        ({0: STALE, 3: OWN}, (OWN, "rank 3: why 3")),
+        ({2: OWN}, (OWN, "why 2", "rank 2")),
+        ({1: STALE}, (STALE, "why 1", "rank 1")),
+        ({0: STALE, 3: OWN}, (OWN, "why 3", "rank 3")),
     ],
 )
 def test_what_one_cannot_no_rank_does(states: dict[int, str], agreed: tuple[str, str]) -> None:
@@ -153,7 +156,7 @@ def test_what_one_cannot_no_rank_does(states: dict[int, str], agreed: tuple[str,
         state = states.get(group.rank, FUSED)
         return Agreement(group).on("call", state, f"why {group.rank}")
 
-    assert on_ranks(one) == [agreed] * RANKS
+    assert on_ranks(one) == [(*agreed, False)] * RANKS
 
 
 @pytest.mark.parametrize(
@@ -187,9 +190,8 @@ def test_what_cannot_be_built(alone: bool) -> None:
 # calls
 
 
-def encode(handle: Any, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor | None:
-    answer = handle.answer(tower, pixels, grid, {})
-    return None if answer is None else side_by_side(answer.outputs, handle.spec)
+def encode(*given: Any) -> torch.Tensor | Reason:
+    return encoded(lambda handle, *rest: handle.answer_or_reason(*rest, {}), *given)
 
 
 def model() -> Any:
@@ -268,17 +270,17 @@ def test_a_gather_that_fails_is_not_taken_for_one(towers: Any) -> None:
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
-def test_ranks_that_are_out_of_step_gather_at_the_next_call(towers: Any) -> None:
-    _, _, _, want, pixels = towers
+def test_a_rank_that_finds_other_weights_has_all_gather(towers: Any) -> None:
+    _, wholes, _, want, pixels = towers
 
     def run(group: Threads) -> Any:
         served = sharded_on(group, towers)
         with torch.inference_mode():
             served(pixels, GRID)
+            for parameter in wholes[group.rank].parameters():
+                parameter.data.zero_()
             if group.rank == 1:
                 served.stale = "loaded on one rank alone"
-            with pytest.raises(OutOfStep, match="loaded on one rank alone"):
-                served(pixels, GRID)
             return served(pixels, GRID)
 
     for found in on_ranks(run):
@@ -323,3 +325,159 @@ def test_a_rank_that_fails_before_it_gathers_tells_the_others(towers: Any) -> No
 
     for found in on_ranks(run):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+# what a handle says, and is asked for
+
+
+class Ranks:
+    """A tower whose shards are whole on every rank: the ranks' parts, and calls of all at once."""
+
+    def __init__(self) -> None:
+        self.alone, wholes = model(), [model() for _ in range(RANKS)]
+        self.handles = [fuse(whole) for whole in wholes]
+        self.encoded = [0] * RANKS
+        self.reasons: dict[int, Reason] = {}  # of ranks that cannot run fused
+        built, logger = Built.of(self.alone), SimpleNamespace(info=lambda *text: None)
+        self.parts: list[Any] = on_ranks(
+            lambda group: ShardedTower(
+                self.alone,
+                wholes[group.rank],
+                self.handles[group.rank],
+                built,
+                group,
+                self.encode_on(group.rank),
+                logger,
+            )
+        )
+
+    def encode_on(self, rank: int) -> Any:
+        def count(*given: Any) -> torch.Tensor | Reason:
+            self.encoded[rank] += 1
+            return self.reasons.get(rank) or encode(*given)
+
+        return count
+
+    def call(self, pixels: torch.Tensor, grid: Any = GRID) -> list[Any]:
+        """What each rank's call gives or raises."""
+
+        def one(group: Threads) -> Any:
+            with torch.inference_mode():
+                return self.parts[group.rank](pixels, grid)
+
+        return on_ranks(one)
+
+    def want(self, pixels: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            found = self.alone(pixels, grid_thw=GRID)
+        return torch.cat([found.pooler_output, *found.deepstack_features], 1)
+
+    def check(self, pixels: torch.Tensor, tolerance: float = 1e-4) -> None:
+        want = self.want(pixels)
+        for found in self.call(pixels):
+            torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
+
+    def counted(self) -> list[tuple[int, int, dict[str, int]]]:
+        """(calls, fused calls, calls of the original code) of each rank."""
+        stats = [handle.stats() for handle in self.handles]
+        return [(each["calls"], each["fused"], each["original"]) for each in stats]
+
+
+PIXELS = torch.randn(int(GRID.prod(1).sum()), 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("ranks", [(1,), range(RANKS)], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("ask", ["refresh", "release", "watch"])
+def test_weights_that_are_asked_for_are_gathered(ask: str, ranks: Any) -> None:
+    found = Ranks()
+    unwatched = replace(found.handles[0].config, watch_data=False)
+    for handle in found.handles:
+        handle.reconfigure(unwatched)
+    found.check(PIXELS)
+    before = found.want(PIXELS)
+    for parameter in found.alone.parameters():
+        parameter.data.mul_(1.1)
+    torch.testing.assert_close(found.call(PIXELS)[0], before, rtol=1e-4, atol=1e-4)
+    for rank in ranks:
+        handle = found.handles[rank]
+        handle.reconfigure(replace(unwatched, watch_data=True)) if ask == "watch" else getattr(handle, ask)()
+    found.check(PIXELS)
+    gathered = [part.group.gathered for part in found.parts]
+    found.check(PIXELS)
+    assert [part.group.gathered - old for part, old in zip(found.parts, gathered, strict=True)] == [1] * RANKS, "rows"
+
+
+def test_calls_of_the_engines_code_are_counted_with_their_reason() -> None:
+    found = Ranks()
+    found.check(PIXELS)
+    found.reasons[1] = Reason(fallback.AUTOCAST, "to torch.float16")
+    for _ in range(3):
+        assert found.call(PIXELS) == [None] * RANKS
+    assert found.counted() == [(4, 1, {fallback.AUTOCAST: 3})] * RANKS
+    details = {handle.stats()["details"][fallback.AUTOCAST] for handle in found.handles}
+    assert details == {"on rank 1: to torch.float16"}
+    # gathered at the first call; of the three that are thrown away, only the first was encoded
+    assert found.encoded == [2, 4, 2, 2]
+    del found.reasons[1]
+    found.check(PIXELS)
+    found.check(PIXELS)
+    assert found.counted() == [(6, 3, {fallback.AUTOCAST: 3})] * RANKS and found.encoded == [4, 6, 4, 4]
+    assert all(handle.stats()["items"] == 3 * len(GRID) for handle in found.handles)
+
+
+def test_calls_before_the_first_gather_are_counted() -> None:
+    found = Ranks()
+    hook = found.alone.blocks[1].mlp.register_forward_hook(lambda *_: None)
+    for _ in range(2):
+        assert found.call(PIXELS) == [None] * RANKS
+    assert found.counted() == [(2, 0, {fallback.HOOKS: 2})] * RANKS and found.encoded == [0] * RANKS
+    assert all(handle.reason().kind == fallback.HOOKS for handle in found.handles)
+    with pytest.raises(RuntimeError, match="cannot run fused: hooks: on blocks.1.mlp"):
+        found.handles[0].refresh()
+    hook.remove()
+    found.check(PIXELS)
+    assert found.counted() == [(3, 1, {fallback.HOOKS: 2})] * RANKS
+    assert all(handle.reason() is None and handle.tower is found.alone for handle in found.handles)
+
+
+@pytest.mark.parametrize("given", ["a reason", "too few rows"])
+def test_refused_input_is_counted(given: str) -> None:
+    found = Ranks()
+    grid, pixels = (Reason(fallback.ENGINE, "no grid"), PIXELS) if given == "a reason" else (GRID, PIXELS[1:])
+    assert found.call(pixels, grid) == [None] * RANKS
+    assert found.counted() == [(1, 0, {fallback.ENGINE: 1})] * RANKS
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("ranks", [(2,), range(RANKS)], ids=["one rank", "all ranks"])
+def test_strict_raises_on_every_rank(ranks: Any, gathered: bool) -> None:
+    found = Ranks()
+    for rank in ranks:
+        found.handles[rank].reconfigure(replace(found.handles[rank].config, strict=True))
+    if gathered:
+        found.check(PIXELS)
+    hook = found.alone.blocks[1].mlp.register_forward_hook(lambda *_: None)
+    for error in found.call(PIXELS):
+        assert isinstance(error, RuntimeError) and "hooks: on blocks.1.mlp" in str(error), error
+    hook.remove()
+    found.check(PIXELS)
+
+
+def test_answers_are_in_the_dtype_of_the_shards() -> None:
+    found = Ranks()
+    found.check(PIXELS)
+    for dtype, tolerance in ((torch.bfloat16, 0.1), (torch.float32, 1e-4)):
+        found.alone.to(dtype)
+        found.check(PIXELS.to(dtype), tolerance)
+    assert found.counted() == [(3, 3, {})] * RANKS
+
+
+def test_shards_of_another_dtype_on_one_rank_raise_on_all() -> None:
+    found = Ranks()
+    found.check(PIXELS)
+    found.parts[1].sharded = copy.deepcopy(found.alone).to(torch.bfloat16)
+    found.handles[1].refresh()
+    for error in found.call(PIXELS):
+        assert isinstance(error, OutOfStep) and "torch.bfloat16" in str(error), error
+    found.parts[1].sharded = found.alone
+    found.check(PIXELS)

@@ -763,7 +763,9 @@ MUTANTS = (
         "# where",
         "hf/kept_weights:a_preparation",
     ),
-    Mutant("weights that training writes", ENCODER, " or self._trained)", ")", "hf/kept_weights:steps_of"),
+    Mutant(
+        "weights that training writes", ENCODER, "watch_data or self._trained", "watch_data", "hf/kept_weights:steps_of"
+    ),
     Mutant("calls that prepare", ENCODER, "elif each:", "elif False:", "hf/pauses:other"),
     Mutant(
         "parameters of FSDP1",

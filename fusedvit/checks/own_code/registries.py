@@ -19,7 +19,7 @@ _EAGER = "eager_attention_forward"
 _INTERFACE_CLASS = ("transformers.modeling_utils", "AttentionInterface")
 _FLASH = Definition("transformers.integrations.flash_attention", "flash_attention_forward")
 # Name in a config -> the function that transformers registers; "eager" is a function of the modeling module.
-_ATTENTION = {
+_ATTENTION: dict[str | None, Definition] = {
     "sdpa": Definition("transformers.integrations.sdpa_attention", "sdpa_attention_forward"),
     "flash_attention_2": _FLASH,
     "flash_attention_3": _FLASH,

@@ -71,7 +71,8 @@ def _code_of_layers(plain: Plain, engine: Engine) -> Findings:
 def _fused_code(engine: Engine) -> Findings:
     """The torch functions and methods that fusedvit's own operations use, which can be replaced like the tower's."""
     torch_names = TorchNames(Findings(), engine)
-    names, operators = _names_of_ours(tuple(sorted(name for name in sys.modules if name.startswith(_OURS))))
+    loaded = tuple(sys.modules)  # a copy: another thread may import a module meanwhile
+    names, operators = _names_of_ours(tuple(sorted(name for name in loaded if name.startswith(_OURS))))
     torch_names.follow({*names})
     torch_names.follow_operators(operators)
     return torch_names.found

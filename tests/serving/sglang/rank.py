@@ -7,6 +7,7 @@ and what a sharded one does where ranks differ.
 import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import torch
 from sglang.srt.multimodal.mm_utils import run_dp_sharded_mrope_vision_model
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from tests.serving.sglang.support import GRIDS, QWEN3, QWEN25, build, embed, loaded, pixels_of, start, tower_of
+from tests.serving.sglang.support import GRIDS, QWEN3, QWEN25, build, embed, loaded, own, pixels_of, start, tower_of
 
 
 class _Lines(logging.Handler):
@@ -80,17 +81,31 @@ def differences(rank: int) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     hook = tower.blocks[1].register_forward_hook(lambda *_: None) if rank else None
-    found["hook"] = embed(tower, GRIDS["mixed"])
+    found["hook"], found["counted"] = embed(tower, GRIDS["mixed"]), served.handle.stats()
+    served.handle.reconfigure(replace(served.handle.config, strict=rank == 0))
+    found["strict"] = raised(tower)
     if hook is not None:
         hook.remove()
+    served.handle.reconfigure(replace(served.handle.config, strict=False, watch_data=False))
     served.encode = encode if rank else no_memory
     found["memory"], served.encode = raised(tower), encode
     tower.blocks[0].norm1.weight.data.mul_(1 + rank)
+    served.handle.reconfigure(replace(served.handle.config, watch_data=True))
     found["weights"] = raised(tower)
+    served.handle.reconfigure(replace(served.handle.config, watch_data=False))
     tower.blocks[0].norm1.weight.data.div_(1 + rank)
+    if rank:  # one is enough
+        served.handle.refresh()
     with patch.dict("os.environ", {"FUSEDVIT_CONFIG": '{"gather_sharded": false}'} if rank else {}):
         found["options"] = "_fusedvit" in vars(tower_of(loaded(build())))
     found["want"], found["after"] = want, torch.equal(embed(tower, GRIDS["mixed"]), want)
+    given, fused = (pixels_of(tower, GRIDS["mixed"]), torch.tensor(GRIDS["mixed"])), served.handle.stats()["fused"]
+    with torch.inference_mode():
+        found["rows"] = torch.equal(served.handle.concatenated(*given), want)
+        tower.to(torch.bfloat16)
+        found["half"], found["half own"] = tower(*given), own(tower, GRIDS["mixed"])
+    tower.to(torch.float32)
+    found["fused"] = served.handle.stats()["fused"] - fused
     served.patience = 4
     time.sleep(9 * rank)
     found["late"] = raised(tower)

@@ -22,6 +22,7 @@ from tests.serving.vllm.support import (
     Grid,
     Lora,
     Quantized,
+    build,
     config_of,
     embed,
     load,
@@ -131,8 +132,9 @@ def test_the_towers_own_forward(served: Any) -> None:
     with torch.inference_mode():
         got, before = model.vision_tower(*given).last_hidden_state, handle.stats()["fused"]
         want = modeling_gemma4.Gemma4VisionModel.forward(model.vision_tower, *given).last_hidden_state
-    assert_same([got], [want])
-    assert handle.stats()["fused"] == before == handle.stats()["calls"]
+        rows = handle.concatenated(*given)
+    assert_same([got, rows], [want, want])
+    assert handle.stats()["fused"] == before + 1 == handle.stats()["calls"]
 
 
 # what falls back
@@ -253,6 +255,13 @@ def test_an_unknown_release(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None
 def test_lora_of_the_tower(heard: Any) -> None:
     lora = {"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True}
     assert "LoRA" in left_alone(heard, config_of(NAME, **lora))
+
+
+def test_a_server_that_takes_no_pictures(heard: Any) -> None:
+    with heard.at_level(logging.INFO, "vllm.fusedvit"):
+        build(config_of(NAME, limit_mm_per_prompt={"image": 0, "video": 0}))
+    line = line_of(heard)
+    assert "Gemma4VisionModel" in line and "no images and no videos are taken" in line
 
 
 def test_a_subclass_is_left_alone() -> None:

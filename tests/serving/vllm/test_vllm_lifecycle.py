@@ -91,14 +91,27 @@ def test_its_graphs_are_switched_off_only_where_it_runs_fused(served: Any, monke
         fusedvit.fuse(model)
 
 
+def test_rows_that_an_engines_tower_gives(served: Any) -> None:
+    config, model, handle = served
+    pixels, grid = pixels_of(model, GRID, torch.float32), torch.tensor(GRID)
+    with torch.inference_mode(), under(config):
+        assert torch.equal(handle.concatenated(pixels, grid), model.visual(pixels, grid))
+        hook = model.visual.blocks[0].register_forward_hook(lambda *_: None)
+        rows = handle.concatenated(pixels, grid)
+        hook.remove()
+        assert torch.equal(rows, type(model.visual).__mro__[1].forward(model.visual, pixels, grid))
+
+
 def test_metadata_of_its_graphs_passes_through(served: Any) -> None:
     config, model, handle = served
+    counted = original(handle).get("engine", 0)
     pixels, grid, before = pixels_of(model, GRID, torch.float32), [list(item) for item in GRID], fused_calls(handle)
     with torch.inference_mode(), under(config):
         want = model.visual(pixels, grid)
         metadata = model.visual.prepare_encoder_metadata(grid)
         got = model.visual(pixels, None, encoder_metadata=metadata)
     assert close(got, want) and fused_calls(handle) == before + 1
+    assert original(handle)["engine"] == counted + 1 and "encoder_metadata" in handle.stats()["details"]["engine"]
 
 
 @every_kind
@@ -418,10 +431,11 @@ def test_normalisation_that_is_written_to_all_the_time(served: Any, own: Any, mo
         return found
 
     monkeypatch.setattr(FusedEncoder, "answer_or_reason", overtaken)
-    before = original(handle).get("engine", 0)
+    before, calls = original(handle).get("engine", 0), handle.stats()["calls"]
     try:
         got = embed(config, model, GRIDS["image"])
         assert original(handle)["engine"] == before + 1 and torch.equal(got, own(GRIDS["image"]))
+        assert handle.stats()["calls"] == calls + 1
     finally:
         bias.copy_(kept)
 
