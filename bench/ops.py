@@ -393,7 +393,8 @@ def _row(job: Job, dtype: torch.dtype, device: torch.device) -> OperationRow:
     target, case = Target.of(device), job.make()
     config = choose(job.task, dtype, target, tuning_table.table_for(target))
     try:
-        us, wrong = _times_us(case, config, device)
+        wrong = wrong_twice(config, [case], lambda: [job.make()])
+        us = _times_us(case, config, device, ours=not wrong)
     except backends.BackendFailed:  # noted at its first launch, so that `choose` now takes another backend
         return _row(job, dtype, device)
     ours, on_gpu = us.pop("ours", None), device.type == "cuda"
@@ -402,11 +403,9 @@ def _row(job: Job, dtype: torch.dtype, device: torch.device) -> OperationRow:
     return OperationRow(job.tower, job.task.name, job.shape, backend, ours, us, floor, wrong)
 
 
-def _times_us(case: Case, config: Any, device: torch.device) -> tuple[dict[str, float], str]:
-    """Microseconds of "ours" and of the peers, interleaved; and why "ours" is missing as its output is wrong, or ""."""
-    wrong = case.check(config).reason
-    ours: dict[str, Callable[[int], Any]] = {} if wrong else {"ours": functools.partial(case.run, config)}
-    runs = {**case.peers, **ours}
+def _times_us(case: Case, config: Any, device: torch.device, ours: bool) -> dict[str, float]:
+    """Microseconds of the peers and, with `ours`, of "ours", interleaved."""
+    runs = {**case.peers, **({"ours": functools.partial(case.run, config)} if ours else {})}
     contenders = [Contender(name, captured(run, case.sets, device), "gpu") for name, run in runs.items()]
     times = interleaved(contenders, device, seconds=0.05)
-    return {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}, wrong
+    return {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}

@@ -1,5 +1,6 @@
 """Fused copies of a tower on other devices, which follow its changes."""
 
+import contextlib
 import copy
 from collections.abc import Iterable
 from functools import partial
@@ -97,7 +98,9 @@ class TowerCopy:
         """Runs a share whose pixels are on this device in `stream`, the caller's on this device."""
         if stream is not None:
             self._streams.add(stream)
-        with torch.inference_mode(), torch.cuda.stream(stream):  # None changes no stream
+        # without a GPU nothing asks for CUDA, which a forked child may not
+        on_stream: Any = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        with torch.inference_mode(), on_stream:
             ended: list[Item] | Reason | None = None
             try:  # bypasses hooks on the tower, as the own share does
                 found = self._handle.answer_or_reason(self._tower, pixels, grid, {})

@@ -488,6 +488,14 @@ def test_a_child_has_threads_of_its_own(trio: Trio) -> None:
     assert is_right(encoder(pixels, GRID), expected)
 
 
+def test_copies_without_a_gpu_ask_for_no_cuda(trio: Trio) -> None:
+    """A forked child whose parent has used CUDA may not."""
+    tower, encoder, pixels = trio
+    expected = expected_of(tower, pixels)
+    with mock.patch("torch.cuda.stream", side_effect=RuntimeError("Cannot re-initialize CUDA in forked subprocess")):
+        assert is_right(encoder(pixels, GRID), expected)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_child_writes_copies_that_its_parent_was_writing(trio: Trio) -> None:
     tower, encoder, pixels = trio
