@@ -405,7 +405,9 @@ def _row(job: Job, dtype: torch.dtype, device: torch.device) -> OperationRow:
 
 def _times_us(case: Case, config: Any, device: torch.device, ours: bool) -> dict[str, float]:
     """Microseconds of the peers and, with `ours`, of "ours", interleaved."""
-    runs = {**case.peers, **({"ours": functools.partial(case.run, config)} if ours else {})}
+    runs: dict[str, Callable[[int], Any]] = {**case.peers}
+    if ours:
+        runs["ours"] = functools.partial(case.run, config)
     contenders = [Contender(name, captured(run, case.sets, device), "gpu") for name, run in runs.items()]
     times = interleaved(contenders, device, seconds=0.05)
     return {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}
