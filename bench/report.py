@@ -24,7 +24,8 @@ from fusedvit.bench.tables import HEADLINE, Table
 RESULTS = ROOT / "bench" / "results"
 BENCH_H100 = "h100-bench.json"
 BENCH, KERNELS = "h200-bench.json", "h200-kernels.json"
-PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-call.json"
+PIXELS, EMBED = "h100-pixels.json", "h100-embed.json"
+FIRST_CALL, FIRST_CALL_H200 = "h100-first-call.json", "h200-first-call.json"
 TWO_GPUS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
 ENGINES = "h100-vllm-engine-v1.json", "h100-vllm-engine-v2.json"
 VLLM, VLLM_H200 = "h100-vllm.json", "h200-vllm.json"
@@ -109,7 +110,7 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
         ),
     ),
     "embed": (((EMBED,), _embed), ((TWO_GPUS_EMBED,), _embed)),
-    "first-call": (((FIRST_CALL,), _first_call),),
+    "first-call": (((FIRST_CALL,), _first_call), ((FIRST_CALL_H200,), _first_call)),
     "vllm": (((VLLM,), lambda found: tables.vllm_table(found["workloads"])),),
     "vllm-h200": (((VLLM_H200,), lambda found: tables.vllm_table(found["workloads"])),),
     "vllm-ranks": ((RANKS, _ranks),),
