@@ -233,14 +233,15 @@ class _Threads:
         call this."""
         found: Future[Any] = Future()
         self._works.put(_Work(found, act, given))
-        try:
-            if self._left:
+        if self._left:
+            self._left, self._started = self._left - 1, self._started + 1  # first, as an interrupt may follow the start
+            try:
                 threading.Thread(target=_work_off, args=(self._works,), name="fusedvit-device", daemon=True).start()
-                self._left, self._started = self._left - 1, self._started + 1
-        except RuntimeError:
-            if not self._started:
-                self._works.put(None)
-                _work_off(self._works)
+            except RuntimeError:
+                self._left, self._started = self._left + 1, self._started - 1
+        if not self._started:  # no thread could be started, or a signal's handler has closed the encoder meanwhile
+            self._works.put(None)
+            _work_off(self._works)
         return found
 
     def __del__(self) -> None:
@@ -260,6 +261,7 @@ class _Work(NamedTuple):
             self.found.set_result(self.act(*self.given))
         except BaseException as error:  # noqa: BLE001 - whoever waits raises it
             self.found.set_exception(error)
+            del self  # the error's traceback holds this frame
 
 
 def _work_off(works: "SimpleQueue[_Work | None]") -> None:

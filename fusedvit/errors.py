@@ -15,7 +15,16 @@ EMPTY_ITEMS = "items without frames"
 SPARSE = "sparse pixels"
 BEYOND_FP16 = "beyond fp16"
 PREFIX = "fusedvit: "  # begins every message; commands print it without
-_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+_LASTING = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -94,7 +103,7 @@ def is_of_handler(error: BaseException) -> bool:
 def passes(error: OSError) -> bool:
     """Whether what failed may succeed later: not if a file is missing or forbidden, but if no descriptor is free or a
     file server does not answer."""
-    return error.errno not in _LASTING
+    return bool(error.errno) and error.errno not in _LASTING  # without an errno it is an importer's
 
 
 def unnamed(error: BaseException) -> str:

@@ -99,7 +99,7 @@ class FusedEncoder:
         self._pause = Pause()
         self._stats = Stats()
         self._calling: set[int] = set()  # threads in a call, where a signal's handler may find its own
-        self._postponed = False  # whether such a handler has asked for `release`
+        self._postponed: set[int] = set()  # those of them whose handler has asked for `release`
         self._copies: dict[weakref.ref[FusedEncoder], torch.device] = {}
         self.processors: list[Any] = []
         self.normalizations = FoldedNormalizations(spec, family.name)
@@ -147,6 +147,10 @@ class FusedEncoder:
         """As `answer`, or returns the reason why the original code must run. The caller counts the call, by `count`."""
         mine, marked, replay = threading.get_ident(), type(pixel_values) is BytePixels, None
         if mine in self._calling:  # the static buffers may be in use, and locks of this thread do not stop it
+            if self.weights.first_parameter().is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"fusedvit: a signal's handler called {self._name} while its thread captures a graph"
+                )
             return Reason(fallback.INTERRUPTING)
         try:
             self._calling.add(mine)  # within `try`, as an interrupt may follow
@@ -166,7 +170,8 @@ class FusedEncoder:
             self._calling.discard(mine)  # first, as an interrupt may follow
             if replay is not None:
                 replay.drop()
-            if self._postponed:
+            if mine in self._postponed:
+                self._postponed.discard(mine)
                 self.release()
         self._ran_fused = not isinstance(found, Reason)
         if isinstance(found, Reason):
@@ -434,8 +439,9 @@ class FusedEncoder:
         a call is done at the end of that call.
         """
         self._pause.end()
-        self._postponed = threading.get_ident() in self._calling
-        if self._postponed:
+        mine = threading.get_ident()
+        if mine in self._calling:
+            self._postponed.add(mine)
             return
         for prepared in self._each_prepared():
             prepared.release()
@@ -580,6 +586,7 @@ class FusedEncoder:
 
     def _renew_locks(self) -> None:
         """See `forks`."""
+        self._postponed.clear()
         self._calling.clear()  # a thread of the child may have the number of one that only the parent has
         self._stats._renew_locks()
         self.prepared._renew_locks()

@@ -231,7 +231,8 @@ class PreparedTower:
         A waiting thread holds `_turn`, so that a thread which refreshes in a loop lets it in.
         """
         try:
-            with self._turn:
+            held = self._lock._is_owned()  # type: ignore[attr-defined]  # whoever waits with `_turn` waits for this thread
+            with contextlib.nullcontext() if held else self._turn:
                 self._lock.acquire()  # inside `try`, as an interrupt may arrive when `acquire` returns
             graphs = self.graphs()
             if graphs is None:

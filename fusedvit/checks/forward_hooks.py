@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks.recorded import HOOKS
-from fusedvit.checks.source_code import Definition, definition_of
+from fusedvit.checks.source_code import Definition, UnreadSource, definition_of
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _EMBEDDING = "patch_embed"  # the module of a tower that all of its outputs are computed from
@@ -51,7 +51,11 @@ def hooks_on_embedding(tower: nn.Module) -> dict[int, Any]:
 def marks_for_gradients(tower: nn.Module) -> bool:
     """Whether all outputs of a call of the original code would require gradients, though the tower may be frozen:
     `gradient_checkpointing_enable` marks the patch embedding's output for them."""
-    return torch.is_grad_enabled() and any(map(_is_mark, hooks_on_embedding(tower).values()))
+    records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    try:
+        return records and any(map(_is_mark, hooks_on_embedding(tower).values()))
+    except UnreadSource:  # the tower cannot be judged either, and its original code runs
+        return False
 
 
 def _is_mark(hook: Callable[..., Any]) -> bool:

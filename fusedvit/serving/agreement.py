@@ -142,7 +142,8 @@ class Agreement:
                 whose = "" if len(ranks) == self.group.size else f"rank {ranks[0]}"
                 return Agreed(wanted, " ".join(said[ranks[0]][3:]), whose, any(of[2] for of in said))
         each = "; ".join(
-            f"rank {rank} {' '.join(filter(None, text[1:]))} ({text[0]})" for rank, text in enumerate(said)
+            f"rank {rank} {' '.join(filter(None, (state, *detail)))} ({step})"
+            for rank, (step, state, _, *detail) in enumerate(said)
         )
         kind = RuntimeError if in_step else OutOfStep
         raise kind(f"fusedvit: the ranks of a sharded tower differ, and none goes on alone: {each}")

@@ -276,7 +276,7 @@ class ShardedTower:
             RuntimeError: one rank has failed, or has shards of another dtype; raised on every rank.
         """
         with torch.inference_mode(False), torch.no_grad():
-            return self._gather(seconds, why or self.stale)
+            return self._gather(seconds, why or self.stale or "asked for")
 
     def _gather(self, seconds: float, why: str) -> Agreed:
         layout: tuple[Shard, ...] = ()

@@ -55,6 +55,21 @@ def test_outputs_require_gradients(name: str) -> None:
     ran_fused(handle, calls=1)
 
 
+@each_of(MARKED)
+def test_inference_mode_with_gradients_on(name: str) -> None:
+    """Autograd records nothing there, whatever `enable_grad` says."""
+    tower, original, handle, call = pair(name)
+
+    def run(module: Any) -> dict[str, torch.Tensor]:
+        with torch.inference_mode(), torch.enable_grad():
+            return planes(module(call.pixels, grid_thw=call.grid, return_dict=True))
+
+    ours, theirs = run(tower), run(original)
+    assert_same(ours, theirs)
+    assert not any(plane.requires_grad for plane in (*ours.values(), *theirs.values()))
+    ran_fused(handle, calls=1)
+
+
 @each_of(["Qwen3VLVisionModel", "Glm4vVisionModel"])
 def test_a_class_that_names_no_embedding(name: str) -> None:
     tower = family_tower(name).train()

@@ -2,9 +2,11 @@
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import fusedvit
 from fusedvit.checks import fallback
 from tests.support.graphs_on_cpu import GRID, LIMITS
 from tests.support.towers import Call, assert_same, copy_of, vision_tower
+from tests.support.waiting import PATIENCE, until
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
 FILES = (
@@ -86,6 +89,60 @@ def test_memory_is_given_back_at_the_end_of_the_call(answers: Callable[[Callable
     answers(handle.release)
     assert signalled(lambda: call.run(tower), 5)[1]
     assert handle.stats()["weights_mib"] == 0
+
+
+def test_calls_of_other_threads_give_back_nothing_meanwhile() -> None:
+    """What a handler asks for is done at the end of its own thread's call."""
+    tower = vision_tower()
+    call = Call.of(tower, GRID)
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+
+    ensure, asked = handle.prepared.ensure_weights, list[int]()
+
+    def with_a_handler(*given: Any) -> Any:
+        asked.append(threading.get_ident())
+        if len(asked) == 1:  # in the main thread's call
+            handle.release()
+            other = threading.Thread(target=call.run, args=(tower,))
+            other.start()
+            other.join()
+            assert handle.stats()["weights_mib"] > 0
+        return ensure(*given)
+
+    with mock.patch.object(handle.prepared, "ensure_weights", with_a_handler):
+        call.run(tower)
+    assert len(asked) > 1
+    assert handle.stats()["weights_mib"] == 0
+
+
+def test_a_thread_that_launches_may_ask_for_it_again() -> None:
+    """A handler may, while another thread waits."""
+    handle = fusedvit.fuse(vision_tower())
+    prepared, waits = handle.prepared, threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        with prepared.nothing_launched():
+            pass
+
+    other = threading.Thread(target=wait, daemon=True)
+    with prepared.nothing_launched():
+        other.start()
+        waits.wait(PATIENCE)
+        until(lambda: held_by_another(prepared._turn))
+        with prepared.nothing_launched():
+            pass
+        assert prepared._lock._is_owned()  # type: ignore[attr-defined]
+    other.join(PATIENCE)
+    assert not other.is_alive()
+
+
+def held_by_another(lock: Any) -> bool:
+    free = lock.acquire(blocking=False)
+    if free:
+        lock.release()
+    return not free
 
 
 def test_a_child_knows_of_no_call_of_its_parent() -> None:

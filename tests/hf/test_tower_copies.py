@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -486,6 +487,45 @@ def test_a_child_has_threads_of_its_own(trio: Trio) -> None:
     expected = expected_of(tower, pixels)
     assert answer_of_child(lambda: is_right(encoder(pixels, GRID), expected)) == "right"
     assert is_right(encoder(pixels, GRID), expected)
+
+
+def test_threads_that_are_closed_do_work_here() -> None:
+    """A signal's handler may close an encoder between two shares."""
+    assert _Threads(0).start(threading.get_ident).result(timeout=PATIENCE) == threading.get_ident()
+
+
+def test_a_thread_whose_start_is_interrupted_ends_with_the_others() -> None:
+    threads, start = _Threads(1), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
+        threads.start(int)
+    (left,) = (thread for thread in threading.enumerate() if thread.name == "fusedvit-device")
+    del threads
+    gc.collect()
+    left.join(PATIENCE)
+    assert not left.is_alive()
+
+
+def test_work_that_fails_keeps_nothing() -> None:
+    class Pixels:
+        def fail(self) -> None:
+            raise MemoryError
+
+    pixels = Pixels()
+    kept, threads = weakref.ref(pixels), _Threads(1)
+    gc.disable()
+    try:
+        found = threads.start(Pixels.fail, pixels)
+        with pytest.raises(MemoryError):
+            found.result(timeout=PATIENCE)
+        del pixels, found
+        until(lambda: kept() is None)
+    finally:
+        gc.enable()
 
 
 def test_copies_without_a_gpu_ask_for_no_cuda(trio: Trio) -> None:

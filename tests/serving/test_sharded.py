@@ -168,6 +168,14 @@ def test_one_that_fails_or_is_elsewhere_raises_on_all(differs: tuple[str, str, s
     assert all(differs[2] in str(error) and differs[0] in str(error) for error in found)
 
 
+def test_a_strict_rank_is_no_part_of_what_another_says() -> None:
+    def one(group: Threads) -> Any:
+        said = (FAILED, "no memory") if group.rank == 1 else (FUSED, "")
+        return Agreement(group, lambda: True).on("call", *said)
+
+    assert all("rank 0 runs fused (call" in str(error) and "strict" not in str(error) for error in on_ranks(one))
+
+
 def test_all_that_fail_raise() -> None:
     found = on_ranks(lambda group: Agreement(group).on("call", FAILED, "out of memory"))
     assert all(isinstance(error, RuntimeError) for error in found)
@@ -480,4 +488,18 @@ def test_shards_of_another_dtype_on_one_rank_raise_on_all() -> None:
     for error in found.call(PIXELS):
         assert isinstance(error, OutOfStep) and "torch.bfloat16" in str(error), error
     found.parts[1].sharded = found.alone
+    found.check(PIXELS)
+
+
+def test_a_gather_that_a_rank_refuses_is_owed() -> None:
+    """Whatever asked for it: the copies have older weights, though the shards' content is known."""
+    found = Ranks()
+    for handle in found.handles:
+        handle.reconfigure(replace(handle.config, watch_data=False))
+    found.check(PIXELS)
+    for parameter in found.alone.parameters():
+        parameter.data.mul_(1.1)
+    found.parts[0].reason = lambda: Reason(fallback.UNREAD, "x")
+    on_ranks(lambda group: found.parts[group.rank].gather())
+    del found.parts[0].reason
     found.check(PIXELS)
