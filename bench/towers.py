@@ -273,7 +273,8 @@ def inputs_of(
     tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The arguments with which `call_tower` calls a tower: pixels, and the grid or positions by name."""
-    family, config = family_of(own_class(type(tower)).__name__), cast(Any, tower.config)
+    own = getattr(tower, "_orig_mod", tower)  # of a tower that torch.compile has wrapped
+    family, config = family_of(own_class(type(own)).__name__), cast(Any, tower.config)
     if family is None or family.call is None:
         return pixels, {"grid_thw": grid}
     images, positions = padded_images(pixels, grid.tolist(), config.pooling_kernel_size)

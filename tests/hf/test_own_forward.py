@@ -3,7 +3,7 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,15 @@ from tests.support.towers import GRIDS, Call, assert_bitwise, copy_of, ran_fused
 
 STRICT = fusedvit.FuseConfig(strict=True)
 Put = Callable[[Any], None]
+
+
+@pytest.fixture(autouse=True)
+def accelerate_anew() -> Iterator[None]:
+    """Its options hold for a process, and another test may have chosen others."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    yield
+    state._reset_state(reset_partial_state=True)
 
 
 def prepared(tower: Any) -> None:
