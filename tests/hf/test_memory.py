@@ -144,11 +144,13 @@ def test_graphs_go_when_what_they_read_moves() -> None:
         call.run(tower)
         assert graphs.manager.stats.captures == 1
         for move in MOVES:
+            at, before = tower.blocks[0].attn.proj.weight.data_ptr(), graphs.manager.stats.captures
             move(tower.blocks[0].attn.proj.weight)
-            before = graphs.manager.stats.captures
+            moved = tower.blocks[0].attn.proj.weight.data_ptr() != at  # memory that was freed may be taken again
             call.run(tower)
             call.run(tower)
-            assert graphs.manager.stats.captures == before + 1
+            assert graphs.manager.stats.captures == before + moved
+            assert moved or move is freed_and_taken_again
         move(tower.blocks[0].attn.qkv.weight)  # only a prepared copy is read
         before = graphs.manager.stats.captures
         handle.weights.moves = 0
