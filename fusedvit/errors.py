@@ -127,6 +127,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(str(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
 
 
+def of_folder(error: OSError) -> str:
+    """Why a folder cannot be made, for messages."""
+    return "a folder expected, got a file" if isinstance(error, FileExistsError) else str(error.strerror)
+
+
 def named_line(error: BaseException) -> str:
     """An error's class and whole message, in one line of at most 500 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

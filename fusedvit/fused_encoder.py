@@ -399,7 +399,7 @@ class FusedEncoder:
             self.weights.outdate()
             reason = self._judge()
             if reason is not None:
-                raise RuntimeError(fallback.message(self._name, reason, "cannot run fused"))
+                raise fallback.refused(self._name, reason)
             return
         with on_device(self.weights.first_parameter().device), self._raising():
             self.prepared.refresh()

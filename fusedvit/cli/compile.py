@@ -15,7 +15,7 @@ from fusedvit.bench.towers import GEOMETRIES, family_and_spec, known
 from fusedvit.checkpoint import tower_config
 from fusedvit.cli.console import Outcome, new_console, progress_bar
 from fusedvit.cli.towers import dtype_of
-from fusedvit.errors import InputError, UnsupportedModel, unnamed
+from fusedvit.errors import InputError, UnsupportedModel, of_folder, unnamed
 from fusedvit.families.base import Family
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.launch import KernelJob
@@ -72,8 +72,7 @@ def _make(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = "a folder expected, got a file" if isinstance(error, FileExistsError) else error.strerror
-        raise InputError(f"--out: {out} cannot be made: {why}") from None
+        raise InputError(f"--out: {out} cannot be made: {of_folder(error)}") from None
     if not os.access(out, os.W_OK):
         raise InputError(f"--out: {out} cannot be written to")
 

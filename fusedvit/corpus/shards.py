@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fusedvit.corpus import resuming
-from fusedvit.errors import InputError, first_line
+from fusedvit.errors import InputError, first_line, of_folder
 
 try:
     import fcntl
@@ -88,8 +88,7 @@ def start(out: Path, job: dict[str, Any]) -> None:
                 raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
             _write_new(known, json.dumps(job, indent=2, sort_keys=True) + "\n")
     except OSError as error:
-        why = "a folder expected, got a file" if isinstance(error, FileExistsError) else error.strerror
-        raise InputError(f"{out}: cannot be used as output: {why}") from None
+        raise InputError(f"{out}: cannot be used as output: {of_folder(error)}") from None
     check(out, job)
 
 

@@ -64,7 +64,7 @@ class Normalization:
 
     def _check_values(self) -> None:
         """The pixels of bytes, and what the processors compute on the way to them, must be normal in fp32."""
-        scale = 1.0 if self.rescale_factor is None else float(self.rescale_factor)
+        scale = float(self._scale)
         if scale == 0.0:
             raise ValueError(f"fusedvit: rescale_factor must not be 0, got {self.rescale_factor}")
         least, most = _NORMAL
@@ -76,6 +76,10 @@ class Normalization:
                 got = f"rescale_factor {self.rescale_factor}, mean {mean}, std {std}"
                 raise ValueError(f"fusedvit: pixels must be within the range of torch.float32, got {got}")
 
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.rescale_factor is None else self.rescale_factor
+
     def _of_each_channel(self) -> tuple[tuple[float, float], ...]:
         """(mean, std) of each channel; only (0, 1) if the processor does not normalise."""
         return ((0.0, 1.0),) if self.mean is None or self.std is None else tuple(zip(self.mean, self.std, strict=True))
@@ -84,7 +88,7 @@ class Normalization:
     def foldable(self) -> bool:
         """Whether weights can absorb it: very small or large factors would leave the range of half precision."""
         low, high = _FACTORS
-        scale = 1.0 if self.rescale_factor is None else self.rescale_factor
+        scale = self._scale
         return all(low <= abs(scale / std) <= high >= abs(mean / std) for mean, std in self._of_each_channel())
 
     def _of_channels(self, name: str, given: float | Sequence[float]) -> tuple[float, ...]:
@@ -102,7 +106,7 @@ class Normalization:
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`(factor, shift)`, each `[channels]` fp64: the processor computes `factor * byte + shift`."""
-        scale = 1.0 if self.rescale_factor is None else self.rescale_factor
+        scale = self._scale
         if self.mean is None or self.std is None:
             ones = torch.ones(self.channels, dtype=torch.float64, device="cpu")
             return ones * scale, ones * 0

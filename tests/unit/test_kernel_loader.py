@@ -218,16 +218,22 @@ def test_a_launch_that_nobody_foresaw_compiles_nothing_and_is_sent_for(compiler:
     until(lambda: graph(64) in loader.ready)
 
 
+class SlowKernel:
+    """Notes the seconds that each load takes."""
+
+    def __init__(self, loaded: list[float]) -> None:
+        self.loaded = loaded
+
+    @property
+    def run(self) -> None:
+        self.loaded.append(0.75 * kernel_loader.LOADING)
+
+
 def test_calls_load_kernels_for_a_short_time_each(compiler: FakeCompiler) -> None:
     loader, _weights = loader_on(compiler)
     compiler.at_once, loaded = True, list[float]()
 
-    class Kernel:
-        @property
-        def run(self) -> None:
-            loaded.append(0.75 * kernel_loader.LOADING)
-
-    with mock.patch("tests.support.fake_compiler.KERNEL", Kernel()):
+    with mock.patch("tests.support.fake_compiler.KERNEL", SlowKernel(loaded)):
         refused(loader, graph(64))
         until(lambda: graph(64) in loader.ready)
     with mock.patch("fusedvit.runtime.kernel_loader.time.perf_counter", lambda: sum(loaded)):
@@ -243,12 +249,7 @@ def test_calls_of_other_sizes_load_kernels_that_a_ready_run_waits_for(compiler: 
     loader, _weights = loader_on(compiler)
     loaded = list[float]()
 
-    class Kernel:
-        @property
-        def run(self) -> None:
-            loaded.append(0.75 * kernel_loader.LOADING)
-
-    with mock.patch("tests.support.fake_compiler.KERNEL", Kernel()):
+    with mock.patch("tests.support.fake_compiler.KERNEL", SlowKernel(loaded)):
         refused(loader, graph(64))
         compiler.finish(kernels_of(graph(64)))
         until(lambda: graph(64) in loader.ready)
