@@ -207,11 +207,12 @@ def test_endless_sources_are_read_as_far_as_needed() -> None:
             taken += 1
             yield png(32, 32)
 
+    before = threading.enumerate()
     batches = stream(endless(), image_processor(), patches=32, threads=2, ahead=5)
     assert [batch.indices for batch in itertools.islice(batches, 3)] == [(0, 1), (2, 3), (4, 5)]
     assert taken <= 20
     batches.close()  # type: ignore[attr-defined]
-    until(lambda: not any(thread.name.startswith("fusedvit-") for thread in threading.enumerate()))
+    until(lambda: all(t in before or not t.name.startswith("fusedvit-") for t in threading.enumerate()))
 
 
 def test_arguments_are_checked_before_anything_is_read() -> None:
