@@ -411,7 +411,7 @@ def test_calls_after_the_main_thread_has_ended() -> None:
 def test_threads_end_with_their_encoder(trio: Trio) -> None:
     tower, _, pixels = trio
     before = threading.enumerate()
-    encoder = DataParallelEncoder(tower, ["cpu"] * 2)
+    encoder = DataParallelEncoder(tower, ["cpu"] * 3)
     encoder(pixels, GRID)
     started = [t for t in threading.enumerate() if t.name == "fusedvit-device" and t not in before]
     assert len(started) == 2
