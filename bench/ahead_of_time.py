@@ -6,14 +6,12 @@ that run (`runtime/tower_launches.py`).
 
 import argparse
 import itertools
-import json
 import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 import torch
 import triton
@@ -150,7 +148,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=int, nargs="*", help="patch tokens; all that matter if left out")
     parser.add_argument("--alike", action="store_true", help="one of those that differ in sizes or bf16/fp16 alone")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", metavar="PATH", help="write every result here ('-' for standard output)")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
@@ -160,18 +157,8 @@ def main(argv: list[str] | None = None) -> int:
     bad = [r for r in results if r.problems]
     for r in bad:
         print(f"FAIL sm_{r.capability} {r.launch}: {'; '.join(r.problems)}", file=sys.stderr)
-    summary = {"triton": triton.__version__, "compiled": len(results), "failed": len(bad)}
-    _write(summary | {"results": [asdict(r) for r in results]}, args.json)
     print(f"triton {triton.__version__}: {len(results)} kernels compiled, {len(bad)} failed", file=sys.stderr)
     return int(bool(bad))
-
-
-def _write(document: dict[str, object], path: str | None) -> None:
-    text = json.dumps(document, indent=1)
-    if path == "-":
-        print(text)
-    elif path:
-        Path(path).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import functools
 import gc
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -77,12 +76,11 @@ DEPTH_ON_CPU = 8
 BUDGETS = (256, 1024, 2048)  # merged tokens
 
 
-def measure(geometry: Geometry, device: torch.device, seconds: float, workloads: Sequence[str] = ()) -> dict[str, Any]:
-    """Parity in bf16 for every grid, or for those named in `workloads`, and times of the timed grids that pass."""
+def measure(geometry: Geometry, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Parity in bf16 for every grid, and times of the timed grids that pass."""
     padded = geometry.merge != 2
     timed = TIMED | PADDED_TIMED if padded else TIMED
     grids = timed | CHECKED | PADDED_CHECKED if padded else timed | CHECKED
-    grids = {name: grid for name, grid in grids.items() if not workloads or name in workloads}
     with torch.inference_mode(False):
         tower, wide = build(geometry, torch.bfloat16, device)
         ours = shared_copy(tower)
@@ -163,7 +161,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__)
     parser.add_argument("--family", nargs="*", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--cpu", action="store_true", help="fp32 against fp64, without times")
-    parser.add_argument("--workload", nargs="*", default=[], help="those to run; all if left out")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each workload")
     args = parser.parse_args(argv)
     if not args.cpu:
@@ -196,7 +193,7 @@ def _found(name: str, args: argparse.Namespace) -> dict[str, Any]:
             with torch.no_grad():
                 return measure_on_cpu(geometry)
         with torch.inference_mode():
-            return measure(geometry, torch.device("cuda"), args.seconds, args.workload)
+            return measure(geometry, torch.device("cuda"), args.seconds)
     except (RuntimeError, UnsupportedModel) as error:
         return {"failed": named_line(error)}
 

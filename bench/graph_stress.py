@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,8 @@ def random_cases(tower: nn.Module, handle: FusedEncoder, rng: random.Random, cou
 
 def at_once(work: Callable[[int], None], threads: int) -> None:
     """Runs `work(0)` to `work(threads - 1)`, each on a thread of its own."""
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
 
 
 def poison(handle: FusedEncoder) -> None:

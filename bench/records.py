@@ -75,7 +75,7 @@ def passport(command: str, options: Mapping[str, Any], commit: str = "") -> dict
 
     return {
         "command": " ".join([command, *_words(options)]),
-        "commit": commit or git_commit(),
+        "commit": commit or commit_of(ROOT),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "fusedvit": __version__,
         "torch": torch.__version__,
@@ -94,11 +94,12 @@ def _words(options: Mapping[str, Any]) -> Iterator[str]:
                 yield shlex.quote(one.name if isinstance(one, Path) else str(one))
 
 
-def git_commit() -> str:
-    """This checkout's commit, or "unknown"."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+def commit_of(root: Path) -> str:
+    """The commit of a checkout; "unknown" if `root` is not a checkout's root."""
+    asked = ["git", "-C", str(root), "rev-parse", "HEAD", "--show-toplevel"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    commit, _, top = done.stdout.strip().partition("\n")
+    return commit if top and Path(top).resolve() == root.resolve() else "unknown"
 
 
 def today() -> str:

@@ -16,14 +16,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fusedvit.api import fuse
 from fusedvit.bench.ops import Case, attention_case, compiling_only, linear_case, supported
-from fusedvit.bench.records import need_gpus, passport, run_program, today, write
+from fusedvit.bench.records import arguments, need_gpus, passport, run_program, today, write
 from fusedvit.bench.timing import wait
 from fusedvit.bench.towers import GEOMETRIES, Geometry, build_one, class_of, patch_width, shallow, spec_of
 from fusedvit.config import FuseConfig
@@ -144,12 +143,10 @@ def sanitized(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints a line for everything that ran. compute-sanitizer reports errors, also by its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(GEOMETRIES))
     parser.add_argument("--candidates", action="store_true", help="also what the tuner tries")
     parser.add_argument("--tool", choices=["memcheck", "racecheck"], help="run under compute-sanitizer, counted")
-    parser.add_argument("--json", type=Path, help="where the counts go, with --tool")
-    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     args = parser.parse_args(argv)
     if args.tool and args.json is None:
         parser.error("--json PATH expected with --tool, got none")

@@ -50,7 +50,6 @@ class Options:
     compile_on: tuple[str, ...] = ()
     fa3: Path | None = None
     seconds: float = 2.0
-    budgets: tuple[int, ...] = BUDGETS
     dtype: torch.dtype = torch.bfloat16
     short: bool = False
 
@@ -116,7 +115,7 @@ def set_up(name: str, options: Options, device: torch.device) -> Setting:
         compiled = baselines.compiled(tower) if options.compile_on else {}
         if eager is not None:
             fuse(eager, FuseConfig(graphs=False, compile="now"))
-        handle = fuse(ours, FuseConfig(token_budgets=options.budgets, max_items=64, max_frames=256, compile="now"))
+        handle = fuse(ours, FuseConfig(token_budgets=BUDGETS, max_items=64, max_frames=256, compile="now"))
         handle.warmup(calls=[geometry.rows(g) for g in options.workloads.values()] if options.short else None)
         return Setting(tower, wide, eager, ours, handle, compiled, device)
 

@@ -181,22 +181,22 @@ def spec_of(geometry: Geometry) -> VisionSpec:
     return family_and_spec(geometry)[1]
 
 
-def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:
+def build(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
     """(tower in `dtype`, the same rounded weights in the next wider type): Hugging Face's own modules with `sdpa`."""
-    tower = build_one(geometry, dtype, device, seed)
+    tower = build_one(geometry, dtype, device)
     wide = copy.deepcopy(tower)
     cast_parameters_(wide, wider(dtype))
     return tower, wide
 
 
-def build_one(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+def build_one(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A tower in `dtype`: Hugging Face's own module with `sdpa`."""
     cls = class_of(geometry)
     config = cls.config_class(**geometry.numbers)
     config._attn_implementation = "sdpa"
     with torch.device(device):
         tower: nn.Module = cls(config).eval()
-    random_weights_(tower, seed, device)
+    random_weights_(tower, device=device)
     cast_parameters_(tower, dtype)
     return tower
 

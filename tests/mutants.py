@@ -98,7 +98,7 @@ def _known(path: Path | None) -> dict[str, str]:
     if path is None or not path.exists():
         return {}
     there = json.loads(path.read_text(encoding="utf-8"))
-    return there["outcomes"] if there["passport"]["commit"] == _records().git_commit() else {}
+    return there["outcomes"] if there["passport"]["commit"] == _records().commit_of(ROOT) else {}
 
 
 def _records() -> Any:

@@ -24,7 +24,6 @@ from fusedvit.outputs.hugging_face import side_by_side
 
 EAGER, GRAPHS, EXACT, REPLAY = VLLM_PEERS
 OURS, MODULE, DIRECT = "ours", "vLLM's module", "fused tower"
-_PORT = 29541
 Step = Callable[[str], None]
 
 
@@ -60,7 +59,7 @@ def measure(
     vllm_models.open_site(options.folder)
     from vllm.config import set_current_vllm_config
 
-    served = vllm_models.serve(options.tower, device, options.dtype, _PORT)
+    served = vllm_models.serve(options.tower, device, options.dtype)
     document: dict[str, Any] = {"tower": options.tower, "vllm": about(served), "workloads": {}}
     with set_current_vllm_config(served.config), torch.inference_mode():
         with torch.inference_mode(False):

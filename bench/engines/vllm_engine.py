@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
@@ -53,7 +52,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--mode", default="data", choices=["data", "weights"], help="mm_encoder_tp_mode")
     parser.add_argument("--runner", action="append", choices=RUNNERS, help="vLLM's model runner; both if left out")
-    parser.add_argument("--scratch", type=Path, help="a folder for the checkpoints, used again if they are there")
     parser.add_argument("--child", type=Path, help="an engine alone, of the checkpoints here")
     args = parser.parse_args(argv)
     if args.child:
@@ -62,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     if GEOMETRIES[args.tower].model != "qwen3_vl":
         raise InputError(f"--tower: {args.tower} is of another family, expected one of Qwen3-VL")
     with tempfile.TemporaryDirectory() as own:
-        scratch = args.scratch or Path(own)
+        scratch = Path(own)
         want = {name: _right(scratch / name, args.tower, seed) for seed, name in enumerate(_CHECKPOINTS, 1)}
         document = _document(args)
         runners = args.runner or RUNNERS
@@ -85,13 +83,9 @@ def _document(args: Any) -> dict[str, Any]:
 
 
 def _right(folder: Path, tower: str, seed: int) -> dict[str, list[float]]:
-    """Hugging Face's answers for the checkpoint in `folder`, which is written if it is not there."""
-    answers = folder.with_suffix(".json")
-    if not answers.exists():
-        _checkpoint(folder, tower, seed)
-        write(answers, _hugging_face(folder))
-    found: dict[str, list[float]] = json.loads(answers.read_text())
-    return found
+    """Writes a checkpoint into `folder`, and returns Hugging Face's answers for it."""
+    _checkpoint(folder, tower, seed)
+    return _hugging_face(folder)
 
 
 def _checkpoint(folder: Path, tower: str, seed: int) -> None:
@@ -342,20 +336,15 @@ def _compared(pair: dict[str, Any], want: dict[str, dict[str, list[float]]]) -> 
     """Largest differences of log probabilities, by stage and request: of vLLM's and the fused engine's from each other,
     and of both from Hugging Face's."""
     found: dict[str, Any] = {}
-    for stage, request, theirs, ours in _pairs(pair):
-        right = want[_CHECKPOINTS[stage == _OTHER]].get(request)
-        row = {"ours - theirs": _distance(ours, theirs)}
-        if right is not None:
-            row |= {"theirs - right": _distance(theirs, right), "ours - right": _distance(ours, right)}
-        found.setdefault(stage, {})[request] = row
+    all_theirs, all_ours = (pair[name].get("log probabilities", {}) for name in ("vllm", "fusedvit"))
+    for stage in all_ours if all_theirs else []:
+        found[stage] = {}
+        for request, ours in all_ours[stage].items():
+            theirs, right = all_theirs[stage][request], want[_CHECKPOINTS[stage == _OTHER]].get(request)
+            row = found[stage][request] = {"ours - theirs": _distance(ours, theirs)}
+            if right is not None:
+                row |= {"theirs - right": _distance(theirs, right), "ours - right": _distance(ours, right)}
     return found
-
-
-def _pairs(pair: dict[str, Any]) -> Iterator[tuple[str, str, list[float], list[float]]]:
-    theirs, ours = (pair[name].get("log probabilities", {}) for name in ("vllm", "fusedvit"))
-    for stage in [*ours] if theirs else []:
-        for request in ours[stage]:
-            yield stage, request, theirs[stage][request], ours[stage][request]
 
 
 def _distance(one: list[float], other: list[float]) -> float:

@@ -27,6 +27,7 @@ from fusedvit.bench.workloads import Grid
 from fusedvit.errors import InputError
 
 _FRAMES = 1  # frames per video under vLLM's default limit of 999 videos per prompt
+_PORT = 29541  # of a single process
 _TOKENS = 8192  # max_num_batched_tokens of `vllm serve` on an H100
 _LIBRARIES = {
     "_vllm_fa2_C.abi3.so": "vllm/vllm_flash_attn",
@@ -236,8 +237,14 @@ def hugging_face(served: Served, pixels: torch.Tensor, grid: Grid) -> tuple[list
     return found[0], found[1]
 
 
-def serve(name: str, device: torch.device, dtype: torch.dtype, port: int) -> Served:
+def serve(
+    name: str, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1, port: int = _PORT, **more: Any
+) -> Served:
     """Both models of a Qwen3-VL geometry with the random weights of Hugging Face's tower, in this process.
+
+    Args:
+        port: where `ranks` processes meet, of which this is number `rank`.
+        more: options of the engine.
 
     Raises:
         InputError: `name` is a tower of another family.
@@ -247,11 +254,11 @@ def serve(name: str, device: torch.device, dtype: torch.dtype, port: int) -> Ser
     geometry = GEOMETRIES[name]
     if geometry.model != "qwen3_vl":
         raise InputError(f"--vllm: {name} is of another family, expected one of Qwen3-VL")
-    config = engine_config(geometry, dtype)
+    config = engine_config(geometry, dtype, tensor_parallel_size=ranks, **more)
     with torch.inference_mode(False):
         tower, wide = build(geometry, dtype, device)
         with set_current_vllm_config(config):
-            start(0, 1, port, device)
+            start(rank, ranks, port, device)
             theirs, ours = build_model(config, device, False), build_model(config, device, True)
         share_(ours, theirs, tower.state_dict())
     return Served(config, theirs, ours, tower, wide, device)

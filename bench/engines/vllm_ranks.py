@@ -23,19 +23,9 @@ from torch import multiprocessing
 
 from fusedvit.api import fuse
 from fusedvit.bench.engines import vllm_models
-from fusedvit.bench.engines.vllm_models import (
-    Served,
-    batches_of,
-    build_model,
-    engine_config,
-    hugging_face,
-    in_grid_order,
-    new_manager,
-    share_,
-    start,
-)
-from fusedvit.bench.records import need_gpus, passport, run_program
-from fusedvit.bench.towers import GEOMETRIES, build, pixels_for, verdict_of
+from fusedvit.bench.engines.vllm_models import Served, batches_of, hugging_face, in_grid_order, new_manager
+from fusedvit.bench.records import arguments, need_gpus, passport, run_program, write
+from fusedvit.bench.towers import GEOMETRIES, pixels_for, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid
 from fusedvit.errors import first_line
 from fusedvit.runtime.item_shares import shares_of
@@ -49,13 +39,12 @@ Keep = Callable[[dict[str, Any]], None]
 
 def main(argv: list[str] | None = None) -> int:
     """Starts the ranks; returns 1 if an answer is wrong or a rank did not run fused."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("mode", choices=["data", "weights"])
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=[*GEOMETRIES])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     if torch.cuda.is_available():
         need_gpus(args.ranks)
@@ -78,23 +67,17 @@ def _rank(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
     vllm_models.open_site(args.folder)
     from vllm.config import set_current_vllm_config
 
-    geometry, dtype = GEOMETRIES[args.tower], torch.bfloat16 if on_gpu else torch.float32
-    config = engine_config(geometry, dtype, tensor_parallel_size=args.ranks, mm_encoder_tp_mode=args.mode)
     given = {args.mode: True, "--tower": args.tower, "--ranks": args.ranks, "--json": args.json}
-    of = passport("python -m fusedvit.bench.engines.vllm_ranks FOLDER", given)
+    of = passport("python -m fusedvit.bench.engines.vllm_ranks FOLDER", given, args.commit)
     head = {"passport": of, "tower": args.tower, "mode": args.mode, "ranks": args.ranks}
 
     def keep(found: dict[str, Any]) -> None:
-        if args.json and rank == 0:
-            args.json.write_text(json.dumps(head | found))
+        if rank == 0:
+            write(args.json, head | found)
 
-    with set_current_vllm_config(config):
-        start(rank, args.ranks, port, device)
-        theirs, ours = build_model(config, device, False), build_model(config, device, True)
-        with torch.inference_mode(False):
-            tower, wide = build(geometry, dtype, device)
-            share_(ours, theirs, tower.state_dict())
-        served = Served(config, theirs, ours, tower, wide, device)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    served = vllm_models.serve(args.tower, device, dtype, rank, args.ranks, port, mm_encoder_tp_mode=args.mode)
+    with set_current_vllm_config(served.config):
         document = head | (_data_parallel if args.mode == "data" else _sharded)(served, args.rounds, keep)
     keep(document)
     if rank == 0:

@@ -25,7 +25,6 @@ from fusedvit.bench.records import arguments, passport, run_program, write
 from fusedvit.bench.towers import GEOMETRIES, pixels_for
 from fusedvit.bench.workloads import Grid, tokens
 
-_PORT = 29547
 _WORKER = "vllm.v1.worker.gpu_worker"
 _SIDES = (2, 4, 6, 8, 10, 14, 16, 20, 28, 36, 48, 64)
 _COMPARED = 100  # one in this many batches is compared with vLLM's own answer
@@ -45,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     vllm_models.open_site(args.folder)
     from vllm.config import set_current_vllm_config
 
-    served = vllm_models.serve(args.tower, device, dtype, _PORT)
+    served = vllm_models.serve(args.tower, device, dtype)
     found: dict[str, Any] = {}
     given = {"--tower": args.tower, "--batches": args.batches, "--calls": args.calls, "--json": args.json}
     of = passport(f"python -m fusedvit.bench.engines.vllm_stress {args.folder.name}", given, args.commit)

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from fusedvit.pixels import load, stream, swap
 
 LOADER = "HF DataLoader + HF tower"
 _DISTINCT = 64  # files; a corpus repeats them
+File = TypeVar("File")
 Run = Callable[[Sequence[bytes]], Iterator[int]]  # yields how many images are done
 
 
@@ -72,7 +73,7 @@ def _contenders(setting: Setting, plain: Any, work: Workload) -> dict[str, Run]:
 
         def run(files: Sequence[bytes]) -> Iterator[int]:
             with ThreadPoolExecutor(available_cores()) as pool:
-                for batch in _chunks(files, work.images):
+                for batch in chunks(files, work.images):
                     images = list(pool.map(_decoded, batch))
                     found = plain(images=images, return_tensors="pt", **options)
                     pixels = found["pixel_values"].to(setting.device, setting.dtype)
@@ -99,7 +100,7 @@ def _through_loader(setting: Setting, plain: Any, work: Workload) -> Run:
     """Decodes and processes in about one process per core; fp32 patches go through shared and pinned memory."""
 
     def run(files: Sequence[bytes]) -> Iterator[int]:
-        batches = list(_chunks(files, work.images))
+        batches = list(chunks(files, work.images))
         workers = max(1, min(available_cores() - 1, len(batches)))
         loader = torch.utils.data.DataLoader(
             _Processed(batches, plain), batch_size=None, num_workers=workers, pin_memory=True, prefetch_factor=2
@@ -130,7 +131,8 @@ def _decoded(data: bytes) -> np.ndarray:
     return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def _chunks(files: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
+def chunks(files: Sequence[File], size: int) -> Iterator[Sequence[File]]:
+    """`files` in batches of `size`; the last has the rest."""
     return (files[i : i + size] for i in range(0, len(files), size))
 
 

@@ -6,7 +6,7 @@ corpus against one GPU's time, and a long video through `DataParallelEncoder`.
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fusedvit
-from fusedvit.bench.pixels.corpus import jpegs
+from fusedvit.bench.pixels.corpus import chunks, jpegs
 from fusedvit.bench.pixels.table import processor_for
 from fusedvit.bench.records import arguments, need_gpus, passport, run_program, write
 from fusedvit.bench.timing import latency
@@ -66,7 +66,7 @@ def hugging_face(model: Path, files: Sequence[Path], device: torch.device) -> fl
 
     encode(files[:HF_BATCH])
     start, done = time.perf_counter(), 0
-    for batch in _batches(files):
+    for batch in chunks(files, HF_BATCH):
         encode(batch)
         done += len(batch)
         if time.perf_counter() - start > HF_SECONDS:
@@ -112,10 +112,6 @@ def video(name: str, devices: Sequence[str]) -> dict[str, Any]:
         calls = {"one": lambda: one.concatenated(pixels, grid), "several": lambda: several(pixels, grid)}
         found = {name: asdict(spread) for name, spread in latency(calls, first, 4.0).items()}
     return {"frames": VIDEO[0][0], "ms": found, "devices": len(devices), "greatest_difference": difference}
-
-
-def _batches(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
-    return (files[start : start + HF_BATCH] for start in range(0, len(files), HF_BATCH))
 
 
 def _judged(found: dict[str, Any]) -> dict[str, dict[str, Any]]:

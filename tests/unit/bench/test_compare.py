@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from fusedvit.bench.compare import commit_of
+from fusedvit.bench.records import commit_of
 
 
 def test_a_folder_inside_a_checkout_is_not_the_checkout(tmp_path: Path) -> None:
