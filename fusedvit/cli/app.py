@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.markup import escape
 
 import fusedvit
 from fusedvit.cli.console import (
@@ -109,7 +108,7 @@ def _why_unusable(error: Exception, command: str) -> str | None:
 
 
 def _refuse(said: str) -> NoReturn:
-    new_console(stderr=True).print(f"[red]{escape(said)}[/]", highlight=False, soft_wrap=True)
+    new_console(stderr=True).out(said, style="red", highlight=False)
     raise typer.Exit(UNUSABLE) from None
 
 
@@ -217,8 +216,7 @@ def tune(
 ) -> None:
     """Find the fastest backend and tile of every operation on this GPU; the table is used from the next process on."""
     options: dict[str, Any] = {"tower": tower, "budget": budget, "operation": operation}
-    options |= {"budget_minutes": budget_minutes}
-    options |= {"jobs": jobs, "thorough": thorough, "new_kernels": new_kernels}
+    options |= {"budget_minutes": budget_minutes, "jobs": jobs, "thorough": thorough, "new_kernels": new_kernels}
     run("tune", json, **options, dry_run=dry_run, out=out)
 
 

@@ -115,9 +115,14 @@ def _run_vllm(asked: Asked, folder: Path) -> Outcome:
 
 def _run_towers(asked: Asked) -> Outcome:
     device = _device(asked.towers)
-    options = _options(asked, device)
-    document = _measure(options, asked, device, asked.passport())
-    _show(document)
+    options, head, console = _options(asked, device), asked.passport(), new_console()
+    with progress() as step:
+        document = head | measure(options, device, step, functools.partial(_keep, head, asked.json))
+        if asked.rows:
+            document["operations"] = ops.measure(options.towers, device, options.fa3, step, tuple(asked.rows))
+    tables.show_towers(document, console)
+    if asked.rows:
+        tables.operation_table(document["operations"]).show(OPERATIONS, console)
     return Outcome(document, not tables.any_wrong(document))
 
 
@@ -131,27 +136,10 @@ def _options(asked: Asked, device: torch.device) -> Options:
     return Options(asked.towers, grids, compiled, asked.fa3, seconds, dtype=dtype, short=asked.short)
 
 
-def _measure(options: Options, asked: Asked, device: torch.device, head: dict[str, Any]) -> dict[str, Any]:
-    """The document; its file is rewritten after every workload."""
-    keep = functools.partial(_keep, head, asked.json)
-    with progress() as step:
-        document = head | measure(options, device, step, keep)
-        if asked.rows:
-            sizes = tuple(asked.rows)
-            document["operations"] = ops.measure(options.towers, device, options.fa3, step, sizes)
-    return document
-
-
 def _keep(head: dict[str, Any], path: str | None, found: dict[str, Any]) -> None:
+    """Rewrites the document's file, after every workload."""
     if path:
         write(head | found, path)
-
-
-def _show(document: dict[str, Any]) -> None:
-    console = new_console()
-    tables.show_towers(document, console)
-    if "operations" in document:
-        tables.operation_table(document["operations"]).show(OPERATIONS, console)
 
 
 def _device(names: tuple[str, ...]) -> torch.device:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import triton
-from rich.markup import escape
 
 from fusedvit.bench.towers import GEOMETRIES, family_and_spec, known
 from fusedvit.checkpoint import tower_config
@@ -92,9 +91,9 @@ def _refuse_another_gpu(out: Path, target: Target) -> None:
 def _show(found: dict[str, Any], problems: list[str], out: Path, seconds: float) -> None:
     console = new_console()
     for problem in problems:
-        console.print(f"[red]{escape(problem)}[/]", highlight=False, soft_wrap=True)
-    where = escape(str(out.absolute()))
+        console.out(problem, style="red", highlight=False)
+    where = out.absolute()
     said = f"{found['kernels']} kernels for {found['gpu']['name']} in {where}, {seconds:.0f} s"
-    console.print(said, highlight=False, soft_wrap=True)
+    console.out(said, highlight=False)
     if not problems:
-        console.print(f"used where {compiled_kernels.VARIABLE}={where}", highlight=False, soft_wrap=True)
+        console.out(f"used where {compiled_kernels.VARIABLE}={where}", highlight=False)

@@ -173,8 +173,7 @@ class _Lines:
 
     def _print(self, text: str) -> None:
         self._printed = time.monotonic()
-        line = f"{self._printed - self._begun:.0f} s: {escape(text)}"
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.out(f"{self._printed - self._begun:.0f} s: {text}", highlight=False)
 
 
 # ── documents ─────────────────────────────────────────────────────────────────────────────────────────────────────────

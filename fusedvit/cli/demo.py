@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from torch import nn
 
 import fusedvit
@@ -20,6 +19,7 @@ from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBa
 from fusedvit.cli.media import VisionInput, load_all
 from fusedvit.cli.parity import REFERENCE, Towers, outputs_for, parity_of, prepared_for_towers, side_by_side
 from fusedvit.cli.towers import Tower, device_of, dtype_of, geometry_of, random_tower
+from fusedvit.errors import first_line
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import TOKEN_BUDGET, Work, pack
 from fusedvit.pixels.media import Media
@@ -42,7 +42,7 @@ def run(
         demo_report.draw(found, files, plot)
     console = new_console()
     demo_report.show(found, console)
-    console.print(f"picture: {escape(str(plot))}" + (f", document: {escape(str(json))}" if json else ""))
+    console.out(f"picture: {plot}" + (f", document: {json}" if json else ""))
     return Outcome({**plain(found), "passed": found.passed}, found.passed)
 
 
@@ -157,5 +157,5 @@ def _try_bad_input(what: str, fused: nn.Module, item: VisionInput) -> BadInput:
     try:
         outputs_for(fused, item)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:  # the last two count as not refused
-        return BadInput(what, type(error).__name__, str(error).strip().split("\n")[0][:300])
+        return BadInput(what, type(error).__name__, first_line(error))
     return BadInput(what, "", "accepted")

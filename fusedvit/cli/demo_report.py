@@ -1,5 +1,6 @@
 """The demo's results: as records, as tables for a terminal, and as one picture."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from fusedvit.bench.timing import Launches, Spread
-from fusedvit.cli.console import shorten, stem
+from fusedvit.cli.console import new_table, shorten, stem
 from fusedvit.cli.env import device_name
 from fusedvit.cli.kernel_checks import FAILED, NOT_RUN, OK, KernelCheck
 from fusedvit.cli.parity import OutputParity
@@ -145,13 +146,17 @@ def show(demo: Demo, console: Console) -> None:
     console.print(f"\n{_verdict(demo)}")
 
 
+_table = functools.partial(new_table, box=box.SIMPLE_HEAD)
+
+
+def _add_numbers(table: Table, *heads: str) -> None:
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+
+
 def _parity_table(demo: Demo) -> Table:
-    table = Table(
-        title="Parity", caption=_rule(demo), box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left"
-    )
-    table.add_column("output", overflow="fold")
-    for name in ("fused", "original", "max ratio", "rms ratio", ""):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("Parity", "output", caption=_rule(demo), caption_justify="left")
+    _add_numbers(table, "fused", "original", "max ratio", "rms ratio", "")
     for call in demo.calls:
         table.add_row(f"[bold]{escape(call.name)}[/]")
         for parity in call.parity:
@@ -175,15 +180,12 @@ def _rule(demo: Demo) -> str:
 
 
 def _cost_table(demo: Demo) -> Table:
-    table = Table(title="A call, original → fused", title_justify="left", box=box.SIMPLE_HEAD)
-    if demo.fused_kernels:
-        table.caption, table.caption_justify = _kernel_note(demo.fused_kernels), "left"
-    table.add_column("", overflow="fold")
+    note = _kernel_note(demo.fused_kernels) if demo.fused_kernels else None
+    table = _table("A call, original → fused", "", caption=note, caption_justify="left")
     table.add_column("t, h, w", no_wrap=True)
     on_gpu = demo.fused_kernels is None
     costs = ("ms", "", "GPU kernels", "launches", "peak MiB") if on_gpu else ("operators → kernels",)
-    for name in ("patches", *costs):
-        table.add_column(name, justify="right", no_wrap=True)
+    _add_numbers(table, "patches", *costs)
     for call in demo.calls:
         grid = ", ".join(map(str, call.grid_thw[0])) if len(call.grid_thw) == 1 else f"{len(call.grid_thw)} items"
         table.add_row(escape(call.name), grid, str(call.patches), *_times(call), *_counts(call, demo))
@@ -217,11 +219,8 @@ def _counts(call: CallResult, demo: Demo) -> tuple[str, ...]:
 
 
 def _packing_table(demo: Demo) -> Table:
-    table = Table(title="Packed into CUDA graphs", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("", "tokens of token budget, a graph each"):
-        table.add_column(name, overflow="fold")
-    for name in ("items", "padding", "eager"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("Packed into CUDA graphs", "", "tokens of token budget, a graph each")
+    _add_numbers(table, "items", "padding", "eager")
     for call in demo.packing:
         graphs = ", ".join(f"{batch.tokens} of {batch.budget}" for batch in call.batches)
         counts = str(call.items), f"{call.padding:.1%}", str(len(call.eager))
@@ -230,7 +229,7 @@ def _packing_table(demo: Demo) -> Table:
 
 
 def _bad_input_table(demo: Demo) -> Table:
-    table = Table("given", "what came back", "", title="Bad inputs", box=box.SIMPLE_HEAD, title_justify="left")
+    table = _table("Bad inputs", "given", "what came back", "")
     for bad in demo.bad_inputs:
         answer = f"{bad.error}: {bad.message}" if bad.error else bad.message
         table.add_row(escape(bad.what), escape(answer), _mark(bad.refused))
@@ -238,7 +237,7 @@ def _bad_input_table(demo: Demo) -> Table:
 
 
 def _kernel_table(demo: Demo) -> Table:
-    table = Table("check", "outcome", "", title="Kernels, without a GPU", title_justify="left", box=box.SIMPLE_HEAD)
+    table = _table("Kernels, without a GPU", "check", "outcome", "")
     for check in demo.kernels:
         table.add_row(escape(check.what), escape(check.detail), MARKS[check.outcome])
     return table

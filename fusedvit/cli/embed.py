@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def run(
 
     The last of `given` is the output folder.
     """
-    _check_packages()
+    for package in ("PIL", "pyarrow"):
+        import_module(package)  # if it is missing, fail before the work
     *inputs, out = given
     if not inputs or not all(given):
         raise InputError(f"embed: MODEL, one INPUT or more, and OUT expected, got {' '.join(map(repr, given))}")
@@ -75,7 +77,7 @@ def _show_failed(failed: Sequence[Failed], errors: int) -> None:
     if errors > len(lines):
         lines.append(f"and {errors - len(lines)} more: --json lists {LISTED}, column error of each index all")
     for line in lines:
-        console.print(escape("".join(c if c.isprintable() else "?" for c in line)), highlight=False, soft_wrap=True)
+        console.out("".join(c if c.isprintable() else "?" for c in line), highlight=False)
 
 
 def _named_once(name: str, error: str) -> str:
@@ -92,7 +94,7 @@ def _said_at_the_end(left_out: Counter[str]) -> Iterator[None]:
         yield
     finally:
         if left_out:
-            new_console(stderr=True).print(escape(in_words(left_out)), highlight=False, soft_wrap=True)
+            new_console(stderr=True).out(in_words(left_out), highlight=False)
 
 
 def _gpus(named: str | None, device: str | None) -> list[int]:
@@ -139,7 +141,7 @@ def _rates(found: Sequence[ShardDone], workers: int) -> dict[str, float]:
 def _show(summary: dict[str, Any], out: Path) -> None:
     console = new_console()
     if summary["shards"] == summary["others"]["shards"]:
-        console.print(f"nothing left to do: every shard is in {escape(str(out))}", highlight=False)
+        console.out(f"nothing left to do: every shard is in {out}", highlight=False)
         if summary["errors"]:
             console.print(f"{summary['errors']} of {summary['inputs']} inputs are errors", highlight=False)
         return
@@ -163,11 +165,3 @@ def _figures(rates: dict[str, Any]) -> dict[str, str]:
         "waited for pixels": f"{rates['waited_for_pixels']:.0%}",
         "padding": f"{rates['padding']:.0%}",
     }
-
-
-def _check_packages() -> None:
-    try:
-        import PIL  # noqa: F401
-        import pyarrow  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise InputError(f'embed: needs {error.name}: pip install "fusedvit[embed]"') from None

@@ -20,7 +20,7 @@ from typing import Any
 
 PASSED, FAILED, UNUSABLE, UNFORESEEN = 0, 1, 2, 3  # UNUSABLE is click's own for bad usage
 INTERRUPTED, NO_READER, TERMINATED = 130, 141, 143
-CLI_PACKAGES = {"typer", "rich", "matplotlib", "PIL", "av"}  # of the extra "cli"
+_EXTRAS = {**dict.fromkeys(("typer", "rich", "matplotlib", "PIL", "av"), "cli"), "pyarrow": "embed"}
 _STDOUT, _STDERR = 1, 2  # descriptors
 
 
@@ -99,10 +99,11 @@ def _code_in(error: SystemExit) -> int:
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """The advice if a package of the extra "cli" is not installed; None for any other error."""
-    if not isinstance(error, ModuleNotFoundError) or (error.name or "").split(".")[0] not in CLI_PACKAGES:
+    """The advice if a package of an extra is not installed; None for any other error."""
+    if not isinstance(error, ModuleNotFoundError):
         return None
-    return f'The command needs {error.name}: pip install "fusedvit[cli]"'
+    extra = _EXTRAS.get((error.name or "").split(".")[0])
+    return f'The command needs {error.name}: pip install "fusedvit[{extra}]"' if extra else None
 
 
 def _unwritable(why: str) -> int:

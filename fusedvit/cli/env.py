@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 import fusedvit
@@ -133,7 +132,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     if not found["gpus"]:
         table.add_row("GPU", "[dim]none[/]")
     console.print(table)
-    console.print(escape(found["verdict"]), highlight=False, soft_wrap=True)
+    console.out(found["verdict"], highlight=False)
 
 
 def device_name(found: dict[str, Any]) -> str:

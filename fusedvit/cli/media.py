@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from fusedvit.errors import first_line
 from fusedvit.pixels.byte_pixels import BytePixels, as_floats
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
-from fusedvit.pixels.media import Media, MediaError, load_one
+from fusedvit.pixels.media import Media, load_one
 from fusedvit.pixels.processors import swap
+from fusedvit.pixels.streaming import refused
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 # processors would take 1, 3 or 4 rows of an array for channels without the layout
@@ -90,14 +90,15 @@ def _named(media: Media) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise MediaError(f"{media.name}: Hugging Face's processor refuses it: {first_line(error)}") from None
+        raise refused(media, error) from None
 
 
 def _prepared(media: Media, layout: PatchLayout) -> VisionInput:
     if media.kind == "image":
         batch = _image_processor(layout)(images=list(media.frames), **_AS_DECODED)
         return VisionInput(batch["pixel_values"], batch["image_grid_thw"])
-    frames = _pad_frames(media.frames, layout.temporal_patch_size)
+    missing = -len(media.frames) % layout.temporal_patch_size
+    frames = np.pad(media.frames, ((0, missing), (0, 0), (0, 0), (0, 0)), mode="edge")
     from transformers.utils import is_torchvision_available
 
     return _video_processor_rows(frames, layout) if is_torchvision_available() else rows_from_frames(frames, layout)
@@ -149,8 +150,3 @@ def _processor_arguments(layout: PatchLayout) -> dict[str, Any]:
         "image_mean": list(layout.mean),
         "image_std": list(layout.std),
     }
-
-
-def _pad_frames(frames: np.ndarray, multiple: int) -> np.ndarray:
-    missing = -len(frames) % multiple
-    return np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)]) if missing else frames

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
 from fusedvit import __version__
 from fusedvit.bench.towers import GEOMETRIES, MOST_USED, known, spec_of
@@ -118,8 +117,8 @@ def _write(
     if entries or path.exists():
         tuning_table.write(path, passport, entries, [item.task.key for item in items if tuner.log.decided(item)])
     decided = [tuner.log.decided(item) for item in items]
-    where = escape(str(path)) if entries or path.exists() else "no table is written"
-    console.print(f"{sum(decided)} of {len(decided)} decided, {len(entries)} unlike the heuristics: {where}")
+    where = path if entries or path.exists() else "no table is written"
+    console.out(f"{sum(decided)} of {len(decided)} decided, {len(entries)} unlike the heuristics: {where}")
 
 
 def _waves(

@@ -67,7 +67,7 @@ def show(found: dict[str, list[OutputParity]], spread: Summary, report: str, con
             shape = " x ".join(map(str, p.shape))
             table.add_row(escape(name), p.output, shape, f"{c.ratio_max:.2f}", f"{c.ratio_rms:.2f}", verdict)
     console.print(table)
-    console.print(escape(report), soft_wrap=True)
+    console.out(report)
     total = sum(len(parity) for parity in found.values())
     agree = spread.failures == 0
     console.print(f"[{'green' if agree else 'red'}]{total - spread.failures} of {total} outputs pass[/]")

@@ -10,7 +10,6 @@ rows.
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from fusedvit.corpus.values import (
 )
 from fusedvit.errors import InputError, first_line, named
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.pixels.ahead import raise_met, started_ahead, until_error
+from fusedvit.pixels.ahead import pool_of, raise_met, started_ahead, until_error
 from fusedvit.pixels.media import Limits, MediaError, Source, decoders
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, frames_of, stream
@@ -269,13 +268,10 @@ class Embedder:
 
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
         """Each source as a Pillow image, or its error; decoded ahead in threads."""
-        pool = ThreadPoolExecutor(self._threads or available_cores(), "fusedvit-decode")
         loads = (functools.partial(image_of, source, self._limits, i) for i, source in enumerate(sources))
-        try:
+        with pool_of(self._threads or available_cores(), "fusedvit-decode") as pool:
             for task in started_ahead(pool, loads, DECODED):
                 yield task.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def _encode_all(self, images: dict[int, Any]) -> dict[int, Embedded]:
         """The rows of `encode` for `images`. If it refuses them, each is tried alone, and a refused one is an error."""

@@ -212,15 +212,10 @@ def _names_in(table: Path, column: str) -> list[Any]:
     found = attempted(lambda: list(values.to_pylist()))
     if isinstance(found, list):
         return found
-    row, error = next(_not_converted(values))  # Arrow holds what Python cannot: other encodings, times out of range
+    converted = enumerate(attempted(value.as_py) for value in values)
+    # Arrow holds what Python cannot: other encodings, times out of range
+    row, error = next((row, value) for row, value in converted if isinstance(value, Exception))
     raise InputError(f"{table}: column {column}: row {row} does not convert to Python: {first_line(error)}")
-
-
-def _not_converted(values: Iterable[Any]) -> Iterator[tuple[int, Exception]]:
-    for row, value in enumerate(values):
-        found = attempted(value.as_py)
-        if isinstance(found, Exception):
-            yield row, found
 
 
 def _column_of(table: Path, schema: Any) -> str:

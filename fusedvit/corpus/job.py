@@ -12,12 +12,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,26 +28,15 @@ from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.corpus.loading import OUTPUTS
 from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError, named
-from fusedvit.pixels.ahead import submitted
-from fusedvit.pixels.media import Source
+from fusedvit.pixels.ahead import started_ahead
+
+if TYPE_CHECKING:
+    from fusedvit.corpus.embedder import Embedder  # it imports this module
 
 VERSION = 4  # of the record `Job.document`
 LISTED = 1000  # the most failed inputs that a run lists
 UNWRITTEN = 2  # shards that may wait to be written
 WORKER = "fusedvit.corpus.worker"
-
-
-class Embedder(Protocol):
-    """The part of `embedder.Embedder` that `work` uses."""
-
-    dtype: torch.dtype
-
-    @property
-    def width(self) -> int: ...
-
-    def embed(self, sources: Iterable[Source]) -> Iterator[shards.Embedded]: ...
-
-    def counters(self) -> dict[str, float]: ...
 
 
 def check_count(name: str, value: Any) -> None:
@@ -57,15 +47,6 @@ def check_count(name: str, value: Any) -> None:
 
 def _as_text(name: Any) -> Any:
     return str(name) if isinstance(name, Path) else name
-
-
-def _is_utf_8(path: str) -> bool:
-    """Whether all bytes of a path are UTF-8: Python holds others as surrogates, which do not encode."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -105,9 +86,11 @@ class Job:
             for value in values:
                 if not isinstance(value, str) or not value:
                     raise InputError(f"{name}: a path or name expected, got {value!r}")
-        if not _is_utf_8(self.out):
+        try:
+            self.out.encode()
+        except UnicodeEncodeError:  # Python holds bytes that are not UTF-8 as surrogates
             expected = "a folder whose path is UTF-8 expected, as pyarrow and safetensors open no other"
-            raise InputError(f"out: {expected}, got {self.out}")
+            raise InputError(f"out: {expected}, got {self.out}") from None
         if self.output not in OUTPUTS:
             raise InputError(f"output: one of {', '.join(OUTPUTS)} expected, got {self.output!r}")
         if not isinstance(self.deepstack, bool):
@@ -177,7 +160,7 @@ class Ran:
 def run(
     job: Job,
     gpus: Sequence[int],
-    build: Callable[[Job], Embedder],
+    build: "Callable[[Job], Embedder]",
     done: Callable[[ShardDone, int], None],
     left_out: Counter[str] | None = None,
 ) -> Ran:
@@ -225,7 +208,9 @@ def begun(
             be read.
     """
     out = Path(job.out)
-    parts, document = _asked(job, dtype, left_out)
+    job.check()
+    inputs = collect(job.given, left_out)
+    parts, document = shards_of(inputs, job.shard_size), job.document(inputs, dtype)
     with contextlib.nullcontext() if shards.holds_job(out) else _taken_back(out, document):
         todo = _begin(out, parts, document)
         with shards.in_use(out) if todo else contextlib.nullcontext():
@@ -238,13 +223,6 @@ def totals(out: Path, numbers: Iterable[int] | None = None) -> dict[str, int]:
     there = shards.committed(out)
     counts = [shards.count(out, number) for number in sorted(there if numbers is None else there & set(numbers))]
     return {"shards": len(counts), "inputs": sum(n for n, _ in counts), "errors": sum(n for _, n in counts)}
-
-
-def _asked(job: Job, dtype: torch.dtype, left_out: Counter[str] | None) -> tuple[list[Sequence[Input]], dict[str, Any]]:
-    """The inputs of each shard, and the job's document; nothing is written."""
-    job.check()
-    inputs = collect(job.given, left_out)
-    return shards_of(inputs, job.shard_size), job.document(inputs, dtype)
 
 
 def _begin(out: Path, parts: Sequence[Sequence[Input]], document: dict[str, Any]) -> list[int]:
@@ -274,7 +252,7 @@ def shards_of(inputs: Sequence[Input], size: int) -> list[Sequence[Input]]:
 
 
 def work(
-    embedder: Embedder,
+    embedder: "Embedder",
     parts: Sequence[Sequence[Input]],
     out: Path,
     numbers: Iterable[int],
@@ -299,21 +277,20 @@ def work(
         if shards.commit(out, number, found, embedder.width, embedder.dtype):  # else another process was first
             committed(counted)
 
-    start, before = time.perf_counter(), embedder.counters()
-    results = embedder.embed(ahead())
-    writing: list[Future[None]] = []
-    with ThreadPoolExecutor(1, "fusedvit-shards") as pool:
-        for position, first in enumerate(iter(lambda: next(results, None), None)):
+    def writes() -> Iterator[Callable[[], None]]:
+        start, before = time.perf_counter(), embedder.counters()
+        results = embedder.embed(ahead())
+        for position, first in enumerate(results):
             number = taken[position]
-            rest = (next(results) for _ in parts[number][1:])
+            rest = islice(results, len(parts[number]) - 1)
             found = [replace(each, id=given.id) for each, given in zip((first, *rest), parts[number], strict=True)]
             counters = embedder.counters()
             counted = _counted(number, found, before, counters, time.perf_counter() - start)
             before = counters
-            writing.append(submitted(pool, functools.partial(write, number, found, counted)))
-            while len(writing) > UNWRITTEN:
-                writing.pop(0).result()
-        for task in writing:
+            yield functools.partial(write, number, found, counted)
+
+    with ThreadPoolExecutor(1, "fusedvit-shards") as pool:
+        for task in started_ahead(pool, writes(), UNWRITTEN):
             task.result()
 
 

@@ -5,6 +5,7 @@ gigabytes, and training changes all of a tensor. A copy of a checkpoint on anoth
 digest.
 """
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,35 +55,25 @@ def tables(inputs: Iterable[Input]) -> str:
 def files(inputs: Iterable[Input]) -> str:
     """A digest of the inputs apart from their names: the real path of each file, and the real path and content of each
     table."""
-    folders, tables = _Resolved(), set[Path]()
+    folder, tables = functools.cache(_real), set[Path]()  # each folder is resolved once, as many files share it
+
+    def real(path: Path) -> bytes:
+        given, name = os.path.split(path)
+        found = os.path.join(folder(given or "."), name)
+        return os.fsencode(_real(found) if name == ".." or os.path.islink(found) else found)
 
     def parts() -> Iterator[bytes]:
         for each in inputs:
             if each.row < 0:
-                yield folders.file(each.path)
+                yield real(each.path)
                 continue
             if each.path not in tables:
                 tables.add(each.path)
-                yield folders.file(each.path)
+                yield real(each.path)
                 yield each.table.encode()
             yield each.row.to_bytes(8, "little")
 
     return samples.digest(parts())
-
-
-class _Resolved:
-    """Real paths of files. Each folder is resolved once, as many files share it."""
-
-    def __init__(self) -> None:
-        self._folders: dict[str, str] = {}
-
-    def file(self, path: Path) -> bytes:
-        given, name = os.path.split(path)
-        folder = self._folders.get(given)
-        if folder is None:
-            folder = self._folders[given] = _real(given or ".")
-        found = os.path.join(folder, name)
-        return os.fsencode(_real(found) if name == ".." or os.path.islink(found) else found)
 
 
 def _real(path: str) -> str:

@@ -138,17 +138,24 @@ def remove_unfinished(out: Path) -> None:
     """Removes the unfinished files of killed writers. Those that a living writer has locked stay; a writer whose folder
     is removed before it could lock it starts over (`commit`)."""
     for path in out.glob(f"{_UNFINISHED}*"):
-        with contextlib.suppress(OSError):  # another start was faster, or the file system has no locks
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                if not _lock(handle, otherwise=time.time() - path.stat().st_mtime > _FORGOTTEN):
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
-            finally:
-                os.close(handle)
+        # another start was faster, or the file system has no locks
+        with contextlib.suppress(OSError), _opened(path) as handle:
+            if not _lock(handle, otherwise=time.time() - path.stat().st_mtime > _FORGOTTEN):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The descriptor of a file or folder, which is closed at the end of the context."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _lock(handle: int, shared: bool = False, otherwise: bool = False) -> bool:
@@ -181,8 +188,8 @@ def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype:
         unfinished: Path | None = None
         try:
             unfinished = _new_folder(out)
-            with _locked(unfinished) as locked:
-                if not locked and left:
+            with _opened(unfinished) as handle:
+                if not _lock(handle, shared=True, otherwise=True) and left:
                     continue  # another start has locked it first and removes it: see `remove_unfinished`
                 _write(unfinished, found, width, dtype)
                 return _renamed(unfinished, out, number)
@@ -201,16 +208,6 @@ def _new_folder(out: Path) -> Path:
     folder = out / f"{_UNFINISHED}{uuid.uuid4().hex}"
     folder.mkdir()
     return folder
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Locks a folder being written; False if another process has locked it in order to remove it."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        yield _lock(handle, shared=True, otherwise=True)
-    finally:
-        os.close(handle)
 
 
 def _renamed(unfinished: Path, out: Path, number: int) -> bool:
@@ -328,9 +325,8 @@ def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dty
         "rows": counts,
         "error": [e.error for e in found],
     }
-    save_file(
-        {"rows": torch.cat([torch.empty(0, width, dtype=dtype, device="cpu"), *parts]).contiguous()}, folder / ROWS
-    )
+    rows = torch.cat([torch.empty(0, width, dtype=dtype, device="cpu"), *parts])
+    save_file({"rows": rows.contiguous()}, folder / ROWS)
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / INDEX)
     with contextlib.suppress(PermissionError):  # some file systems refuse changes of modes
         shutil.copymode(folder / INDEX, folder / ROWS)  # safetensors ignores the umask and keeps other users out
@@ -340,11 +336,8 @@ def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dty
 
 def _sync(path: Path) -> None:
     """Waits until a file, or a folder's listing, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_new(path: Path, text: str) -> None:

@@ -3,11 +3,22 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from fusedvit.errors import InputError
 
 Result = TypeVar("Result")
+
+
+@contextmanager
+def pool_of(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads; at the end of the context calls that have not begun are dropped, and others not waited for."""
+    pool = ThreadPoolExecutor(threads, name)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def started_ahead(

@@ -113,6 +113,7 @@ class NamedBytes(bytes):
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | np.ndarray | Media | MediaError
 SOURCES = (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Media, MediaError)
+OnError = str | Callable[[MediaError], object]  # the option `errors` of `load` and `stream`
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
 
 
@@ -162,9 +163,18 @@ def _loaded(
             except MediaError as error:
                 if errors == "raise":
                     pool.shutdown(cancel_futures=True)
-                    raise
-                logger.warning("fusedvit: skipped: %s", error)
+                skip_or_raise(error, errors)
     return found
+
+
+def skip_or_raise(error: MediaError, errors: OnError) -> None:
+    """Treats an error as the option `errors` of `load` and `stream` says."""
+    if errors == "raise":
+        raise error
+    if callable(errors):
+        errors(error)
+    else:
+        logger.warning("fusedvit: skipped: %s", error)
 
 
 def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
@@ -284,31 +294,30 @@ def _opened(source: Source, index: int) -> _Given:
         raise MediaError("a path expected, got ''")
     path = Path(source)
     name, shown, suffix = _printable(path.name or str(path)), _printable(str(path)), path.suffix.lower()
-    try:
+    with _reading(shown):
         found = path.stat()
-    except FileNotFoundError:
-        raise MediaError(f"{shown}: no such file") from None
-    except (OSError, ValueError, MemoryError) as error:  # a name too long or with a NUL, a forbidden folder
-        raise_of_machine(error, shown)
-        raise MediaError(f"{shown}: {getattr(error, 'strerror', None) or error}") from None
     if stat.S_ISDIR(found.st_mode):
         raise MediaError(f"{shown}: a folder; give images and videos")
     if not stat.S_ISREG(found.st_mode):
         raise MediaError(f"{shown}: not a regular file")
     if suffix and suffix not in suffixes():
         raise MediaError(f"{shown}: not an image or video format that is read: {_printable(suffix)}")
-    video = VIDEO_FORMATS.get(suffix) if suffix else video_format(_head_of(path, shown))
-    return _Given(name, shown, path, found.st_size, video)
+    if suffix:
+        return _Given(name, shown, path, found.st_size, VIDEO_FORMATS.get(suffix))
+    with _reading(shown), path.open("rb") as file:
+        return _Given(name, shown, path, found.st_size, video_format(file.read(16)))
 
 
-def _head_of(path: Path, shown: str) -> bytes:
-    """The first bytes of a file without a suffix."""
+@contextmanager
+def _reading(shown: str) -> Iterator[None]:
+    """Names a file whose facts or bytes cannot be read, as the file's fault or the machine's."""
     try:
-        with path.open("rb") as file:
-            return file.read(16)
-    except OSError as error:
+        yield
+    except FileNotFoundError:
+        raise MediaError(f"{shown}: no such file") from None
+    except (OSError, ValueError, MemoryError) as error:  # a name too long or with a NUL, a forbidden folder
         raise_of_machine(error, shown)
-        raise MediaError(f"{shown}: {error.strerror}") from None
+        raise MediaError(f"{shown}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
@@ -466,12 +475,8 @@ def _facts_of(given: _Given, limits: Limits) -> tuple[VideoFacts, int | None]:
 
 def _check_whole(given: _Given) -> None:
     assert given.video is not None
-    try:
-        with given.open() as file:
-            missing = missing_bytes(file, given.video)
-    except (OSError, MemoryError) as error:
-        raise_of_machine(error, given.shown)
-        raise MediaError(f"{given.shown}: {getattr(error, 'strerror', None) or error}") from None
+    with _reading(given.shown), given.open() as file:
+        missing = missing_bytes(file, given.video)
     if missing:
         raise MediaError(f"{given.shown}: cut off: {given.size + missing} bytes expected, got {given.size}")
 

@@ -6,6 +6,7 @@ Consecutive stills of equal size share their launches.
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -31,19 +32,7 @@ class Source(NamedTuple):
     size: tuple[int, int]
 
 
-class _Run(NamedTuple):
-    """Sources that share their launches."""
-
-    sources: tuple[Source, ...]
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        t, h, w = self.sources[0].grid
-        return t * len(self.sources), h, w
-
-    @property
-    def on_host(self) -> bool:
-        return not self.sources[0].frames.is_cuda
+_Run = tuple[Source, ...]  # sources that share their launches
 
 
 def patches_of(
@@ -60,9 +49,9 @@ def patches_of(
     """
     key = _still_key if layout.temporal == 1 else lambda video: object()  # a video shares no launches
     grouped = itertools.groupby(sources, key=key) if len(sources) > 1 else [(None, sources)]
-    runs = [_Run(tuple(run)) for _, run in grouped]
+    runs = [tuple(run) for _, run in grouped]
     if device.type == "cpu":
-        images = [torch.cat([source.frames for source in run.sources]) for run in runs]
+        images = [torch.cat([source.frames for source in run]) for run in runs]
         return _computed(runs, images, layout, resizing, device)
     here = device.index == torch.cuda.current_device()
     with contextlib.nullcontext() if here else torch.cuda.device(device):
@@ -75,7 +64,7 @@ def _on_side(runs: Sequence[_Run], layout: PatchLayout, resizing: Resizing, devi
     PyTorch's context manager and a new event would cost the host some 20 us more, of 3 ms for a small image.
     """
     current, side = torch.cuda.current_stream(), _side(device)
-    if not all(run.on_host for run in runs):
+    if any(run[0].frames.is_cuda for run in runs):
         side.stream.wait_stream(current)
     torch.cuda.set_stream(side.stream)
     try:
@@ -117,13 +106,13 @@ def _computed(
 ) -> torch.Tensor:
     """The patches of all runs; `images` holds `[n, H, W, C]` of each run, on the device."""
     op = kernels.patches_from_images if device.type == "cuda" else reference.patches_from_images
-    channels = runs[0].sources[0].frames.shape[3]
-    counts = [t * h * w for t, h, w in (run.grid for run in runs)]
+    channels = runs[0][0].frames.shape[3]
+    counts = [len(run) * math.prod(run[0].grid) for run in runs]
     out = torch.empty((sum(counts), channels * layout.temporal * layout.patch**2), dtype=torch.uint8, device=device)
     for run, frames, rows in zip(runs, images, out.split(counts) if len(counts) > 1 else (out,), strict=True):
-        size, new = (frames.shape[1], frames.shape[2]), run.sources[0].size
+        size, new, (t, h, w) = (frames.shape[1], frames.shape[2]), run[0].size, run[0].grid
         down, across = (_taps_for_use(resizing, a, b, device) for a, b in zip(size, new, strict=True))
-        op(frames, down, across, layout, run.grid, rows, size != new and resizing.down_first(size, new))
+        op(frames, down, across, layout, (len(run) * t, h, w), rows, size != new and resizing.down_first(size, new))
     return out
 
 
@@ -151,8 +140,8 @@ def _taps(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps
 
 def _sent(run: _Run, device: torch.device) -> torch.Tensor:
     """The images of a run on the device, `[n, H, W, C]`, copied there if they are on the host."""
-    frames = [source.frames for source in run.sources]
-    if not run.on_host:
+    frames = [source.frames for source in run]
+    if frames[0].is_cuda:
         return torch.cat(frames)
     shape = (sum(map(len, frames)), *frames[0].shape[1:])
     host = torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)

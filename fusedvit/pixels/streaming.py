@@ -8,11 +8,10 @@ The processor determines sizes, normalisation and the choice of a video's frames
 
 import copy
 import functools
-import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,22 +19,22 @@ import torch
 
 from fusedvit.cores import available_cores
 from fusedvit.errors import InputError, UnsupportedModel, first_line, named
-from fusedvit.pixels.ahead import raise_met, started_ahead, submitted, until_error
+from fusedvit.pixels.ahead import pool_of, raise_met, started_ahead, until_error
 from fusedvit.pixels.arguments import check_counts, usable_device
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
     Limits,
     Media,
     MediaError,
+    OnError,
     Source,
     VideoFacts,
     check_options,
     each_of,
     load_one,
+    skip_or_raise,
 )
 from fusedvit.pixels.processors import gives_grids, name_of, swap
-
-logger = logging.getLogger("fusedvit")
 
 _PACKED_AHEAD = 1  # batches that wait while the next one is gathered
 # Limit on a batch's decoded pixels, in bytes. The number of patches does not bound these: a processor may cut an image
@@ -105,7 +104,7 @@ def stream(
     threads: int | None = None,
     ahead: int = 64,
     limits: Limits | None = None,
-    errors: str | Callable[[MediaError], object] = "raise",
+    errors: OnError = "raise",
 ) -> Iterator[Batch]:
     """Batches of patches of all sources, in the order given; endless sources are fine. Batches before an error come
     first, whether decoding or iterating `sources` fails.
@@ -134,12 +133,7 @@ def stream(
     check_options(errors, limits, threads, called=True)
     check_counts(patches=patches, ahead=ahead)
     parts = _parts_of(processor, usable_device(device))
-    return _named(_batches(each_of(sources), parts, patches, threads or available_cores(), ahead, limits, errors))
-
-
-def _named(batches: Iterator[Batch]) -> Iterator[Batch]:
-    with named():
-        yield from batches
+    return _batches(each_of(sources), parts, patches, threads or available_cores(), ahead, limits, errors)
 
 
 def frames_of(processor: Any) -> Callable[[VideoFacts], Sequence[int]]:
@@ -169,29 +163,18 @@ def _batches(
     threads: int,
     ahead: int,
     limits: Limits | None,
-    errors: str | Callable[[MediaError], object],
+    errors: OnError,
 ) -> Iterator[Batch]:
-    packed: deque[Future[_Packed]] = deque()
-    decoders, packer = ThreadPoolExecutor(threads, "fusedvit-decode"), ThreadPoolExecutor(1, "fusedvit-pack")
-    try:
+    received = functools.partial(_received, errors=errors)
+    with named(), pool_of(threads, "fusedvit-decode") as decoders, pool_of(1, "fusedvit-pack") as packer:
         loads = (functools.partial(load_one, source, parts.sample, limits, i) for i, source in enumerate(sources))
-        decoded = started_ahead(decoders, loads, ahead)
-        met: list[Exception] = []
-        for group in until_error(_groups(_good(decoded, parts, errors), patches), met):
-            packed.append(submitted(packer, functools.partial(_pack, group, parts)))
-            if len(packed) > _PACKED_AHEAD:
-                yield from _received(packed.popleft(), errors)
-        while packed:
-            yield from _received(packed.popleft(), errors)
-        raise_met(met)
-    finally:
-        decoders.shutdown(wait=False, cancel_futures=True)
-        packer.shutdown(wait=False, cancel_futures=True)
+        groups = _groups(_good(started_ahead(decoders, loads, ahead), parts, errors), patches)
+        packs = (functools.partial(_pack, group, parts) for group in groups)
+        # a loop's variable would keep a batch alive while the next one is awaited
+        yield from chain.from_iterable(map(received, started_ahead(packer, packs, _PACKED_AHEAD)))
 
 
-def _good(
-    decoded: Iterable["Future[Media]"], parts: _Parts, errors: str | Callable[[MediaError], object]
-) -> Iterator[tuple[Media, int]]:
+def _good(decoded: Iterable["Future[Media]"], parts: _Parts, errors: OnError) -> Iterator[tuple[Media, int]]:
     """Media that decode and are not refused, each with its number of patches."""
     for task in decoded:
         try:
@@ -199,18 +182,9 @@ def _good(
             _check_sides(media, parts)
             count = _patches_of(media, parts)
         except MediaError as error:
-            _skip_or_raise(error, errors)
+            skip_or_raise(error, errors)
             continue
         yield media, count
-
-
-def _skip_or_raise(error: MediaError, errors: str | Callable[[MediaError], object]) -> None:
-    if errors == "raise":
-        raise error
-    if callable(errors):
-        errors(error)
-    else:
-        logger.warning("fusedvit: skipped: %s", error)
 
 
 def _check_sides(media: Media, parts: _Parts) -> None:
@@ -238,10 +212,11 @@ def _patches_of(media: Media, parts: _Parts) -> int:
     try:
         return int(parts.image.get_number_of_image_patches(height, width))
     except ValueError as error:
-        raise _refused(media, error) from None
+        raise refused(media, error) from None
 
 
-def _refused(media: Media, error: ValueError) -> MediaError:
+def refused(media: Media, error: ValueError) -> MediaError:
+    """The error of a medium for which a Hugging Face processor has raised `error`."""
     return MediaError(f"{media.name}: Hugging Face's processor refuses it: {first_line(error)}", media.index)
 
 
@@ -283,12 +258,12 @@ class _Packed:
         return self.batch
 
 
-def _received(packed: "Future[_Packed]", errors: str | Callable[[MediaError], object]) -> Iterator[Batch]:
+def _received(packed: "Future[_Packed]", errors: OnError) -> Iterator[Batch]:
     """The batch; none where the processor refuses all of its sources. An error is raised after the batch."""
     found = packed.result()
     if errors != "raise":
         for error in found.refused:
-            _skip_or_raise(error, errors)
+            skip_or_raise(error, errors)
     batch = found.received()
     if batch is not None:
         yield batch
@@ -315,13 +290,13 @@ def _packed(group: list[Media], parts: _Parts) -> _Packed:
         return _Packed(_batch(group, parts), ())
     except ValueError as error:
         if len(group) == 1:
-            return _Packed(None, (_refused(group[0], error),))
-    refused = [error for media in group for error in _packed([media], parts).refused]
-    wrong = {error.index for error in refused}
+            return _Packed(None, (refused(group[0], error),))
+    wrong = [error for media in group for error in _packed([media], parts).refused]
     if not wrong:
         return _Packed(_batch(group, parts), ())  # raises the error that only the whole group causes
-    good = [media for media in group if media.index not in wrong]
-    return _Packed(_batch(good, parts) if good else None, tuple(refused))
+    indices = {error.index for error in wrong}
+    good = [media for media in group if media.index not in indices]
+    return _Packed(_batch(good, parts) if good else None, tuple(wrong))
 
 
 @functools.cache
