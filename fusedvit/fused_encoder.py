@@ -218,9 +218,9 @@ class FusedEncoder:
 
         A thread that refreshes weights in a loop could overtake every run, so the last runs hold a lock against it.
         """
-        prepared, parameter = self.prepared, self.weights.first_parameter()
-        most, most_alone = (1, 1) if self._pause.again else (OVERTAKEN, MOST_RUNS)
-        with on_device(parameter.device), contextlib.ExitStack() as alone:
+        prepared, parameter, once = self.prepared, self.weights.first_parameter(), self._pause.again
+        most, most_alone = (1, 1) if once else (OVERTAKEN, MOST_RUNS)
+        with on_device(parameter.device):
             kind = kind_of(pixels, self.spec.patch_width) if marked else FLOATS
             reason = prepared.ensure_weights(parameter, kind)
             if reason is not None:
@@ -228,16 +228,27 @@ class FusedEncoder:
             inputs = check_inputs(pixels, grid_thw, self.spec, parameter, marked)
             if isinstance(inputs, Reason):
                 return inputs
-            for run in range(most + most_alone):
-                if run == most:
-                    alone.enter_context(prepared.nothing_launched())
-                found = self._attempt_once(inputs, replay)
-                if isinstance(found, Reason) or found.unchanged:
-                    return found
-                replay, reason = None, prepared.prepare(found.weights_version)
-                if reason is not None:
-                    return reason
-        return Reason(fallback.CHANGING, f"other weights after each of {most + most_alone} runs than before it")
+            found = self._attempt_often(inputs, replay, most, prepared.prepare)
+            if found is None:
+                with prepared.nothing_launched():
+                    found = self._attempt_often(inputs, None, most_alone, prepared.prepare_now)
+        if found is None:
+            runs = most + most_alone
+            found = Reason(fallback.CHANGING, f"other weights after each of {runs} runs than before it")
+        return found
+
+    def _attempt_often(
+        self, inputs: Inputs, replay: SpeculativeReplay | None, most: int, prepare: Callable[[int], Reason | None]
+    ) -> Attempt | Reason | None:
+        """As `_attempt_until_unchanged`; None if the weights changed during each of `most` runs."""
+        for _ in range(most):
+            found = self._attempt_once(inputs, replay)
+            if isinstance(found, Reason) or found.unchanged:
+                return found
+            replay, reason = None, prepare(found.weights_version)
+            if reason is not None:
+                return reason
+        return None
 
     def _attempt_once(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
         """Runs a call once. A run whose weights are released meanwhile counts as a run on changed weights, and so does

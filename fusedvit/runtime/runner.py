@@ -232,9 +232,9 @@ def _launch_steps(
         room = 0 if step.batch is None else step.batch.budget * unit
         found = run_eager(runtime, part, [Item(*row) for row in step.rows], room)
         for source, target, length in step.spans:
-            into, rows = (_rows_of(*of, length, unit) for of in ((outputs, source), (found, target)))
-            for to, these in zip((into.hidden, *into.merged), (rows.hidden, *rows.merged), strict=True):
-                to.copy_(these)
+            mine, theirs = _rows_of(outputs, source, length, unit), _rows_of(found, target, length, unit)
+            for to, rows_of_run in zip((mine.hidden, *mine.merged), (theirs.hidden, *theirs.merged), strict=True):
+                to.copy_(rows_of_run)
     return outputs
 
 
