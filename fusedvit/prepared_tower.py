@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from tqdm import tqdm
 
 from fusedvit.checks import fallback
 from fusedvit.checks.checked_tower import CheckedTower
@@ -334,7 +335,7 @@ class PreparedTower:
         """Captures graphs one by one. `progress` runs under no lock: it may wait for threads that use the tower."""
         self._capture_one(runtime, None)
         if runtime.graphs is not None:
-            runtime.graphs.capture(progress, budgets, functools.partial(self._capture_one, runtime))
+            runtime.graphs.manager.warmup(progress or _bar, budgets, functools.partial(self._capture_one, runtime))
 
     def _capture_one(self, runtime: Runtime, budget: int | None) -> None:
         """Prepares weights again if the tower has changed, and captures the graph of `budget`, if one is given. Does
@@ -353,6 +354,10 @@ class PreparedTower:
             return self.weights.read_back(self.weights.mark(), True, None).unchanged
         except WeightsReleased:
             return False
+
+
+def _bar(budgets: Iterable[int]) -> Iterable[int]:
+    return tqdm(budgets, desc="capturing token budgets", unit="graph", disable=None)  # None: only on a terminal
 
 
 def _raise_if(reason: Reason | None) -> None:

@@ -4,11 +4,10 @@ A budget has no graph yet, has a captured graph, or its capture has failed. A fa
 are; `drop_graphs` and `release` forget graphs and failures. A `Program` defines what is captured.
 """
 
-import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -139,7 +138,7 @@ class GraphManager:
             if graph is None:
                 return False
             self._capture.before_use()
-            try:  # `_buffers_in_use` would cost every call a microsecond
+            try:
                 if load(budget) is False:
                     return False
                 graph.replay()
@@ -204,24 +203,16 @@ class GraphManager:
         self._give_up(budget, cause)  # outside the handler, where the traceback would keep the failed capture alive
 
     def _capture_budget(self, budget: int) -> None:
-        self._allocate()
-        with self._buffers_in_use():
-            self._program.rehearse(budget)
-        self._graphs[budget] = self._capture.capture(lambda: self._program.run(budget))
-        self.stats.captures += 1
-
-    def _allocate(self) -> None:
         if not self._allocated:
             self._program.allocate(self.limits)
             self._allocated = True
-
-    @contextlib.contextmanager
-    def _buffers_in_use(self) -> Iterator[None]:
         self._capture.before_use()
         try:
-            yield
+            self._program.rehearse(budget)
         finally:
             self._capture.after_use()
+        self._graphs[budget] = self._capture.capture(lambda: self._program.run(budget))
+        self.stats.captures += 1
 
     def _give_up(self, budget: int, cause: str) -> None:
         """Decides for good what runs batches of `budget`, as graphs of two budgets may differ in an output's last

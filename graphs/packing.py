@@ -10,7 +10,6 @@ to linear in its tokens. Over 3000 random calls it cost 1.000001 times the optim
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -67,11 +66,10 @@ def pack(works: Sequence[Work], limits: Limits) -> Plan:
     A video over the frame or token budget is cut into as few pieces as possible, evenly filled. An item whose frames
     exceed the largest budget overflows as a whole. Items without tokens are left out. Permuting the items permutes the
     plan, except that equal pieces may change places.
-
-    Args:
-        works: the items; plans of recent calls with equal items are cached.
     """
-    return _pack(tuple(works), limits)
+    pieces, overflow = _cut(works, limits)
+    groups = sorted([sorted(group) for group in _first_fit_decreasing(pieces, limits)])
+    return Plan(tuple([Batch(_smallest_budget(group, limits), tuple(group)) for group in groups]), tuple(overflow))
 
 
 def sole_budget(tokens: int, items: int, limits: Limits) -> int | None:
@@ -80,13 +78,6 @@ def sole_budget(tokens: int, items: int, limits: Limits) -> int | None:
     Each item must have tokens, and their frames must be within `limits`.
     """
     return limits.smallest_for(tokens) if 0 < items <= min(tokens, limits.max_items) else None
-
-
-@lru_cache(maxsize=256)
-def _pack(works: tuple[Work, ...], limits: Limits) -> Plan:
-    pieces, overflow = _cut(works, limits)
-    groups = sorted([sorted(group) for group in _first_fit_decreasing(pieces, limits)])
-    return Plan(tuple([Batch(_smallest_budget(group, limits), tuple(group)) for group in groups]), tuple(overflow))
 
 
 def _smallest_budget(pieces: Sequence[Piece], limits: Limits) -> int:

@@ -265,7 +265,6 @@ def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, tuple[str, 
 def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpec, code: OwnCode) -> str:
     """The first attribute that a forward reads and that is not as built; "" for none."""
     names = code.names
-    numbers = _numbers(family, spec)
     for path, module in plain.modules.items():
         expected, own = built.attributes.get(path, {}), vars(module)
         for name in own.keys() - expected.keys() - _NOT_READ - {"forward"}:
@@ -276,7 +275,7 @@ def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpe
         for name, value in expected.items():
             if name in names and (name not in own or not _is_same(own[name], value)):
                 return _differs(_dotted(path, name), own.get(name, "missing"), value)
-        wrong = _wrong_values(path, own, numbers(path) | dict(family.engine.values), family.engine)
+        wrong = _wrong_values(path, own, _numbers(path, family, spec) | dict(family.engine.values), family.engine)
         if wrong:
             return wrong
         if own.get("training", True) and own.get(DROPOUT):
@@ -295,15 +294,14 @@ def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object
     return ""
 
 
-def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, object]]:
-    """A function: module path -> attributes whose value the spec gives: a norm's epsilon, a gated MLP's limit."""
+def _numbers(path: str, family: Family, spec: VisionSpec) -> dict[str, object]:
+    """Attributes of the module at `path` whose value the spec gives: a norm's epsilon, a gated MLP's limit."""
     merger = family.names.merger
+    if isinstance(merger, DownsampleNames) and path == merger.proj_norm:
+        return {"eps": spec.merger_eps}
     everywhere: dict[str, object] = {"eps": spec.norm_eps, "variance_epsilon": spec.norm_eps}
     everywhere["swiglu_limit"] = spec.glu_limit
-    odd: dict[str, dict[str, object]] = {}
-    if isinstance(merger, DownsampleNames):
-        odd[merger.proj_norm] = {"eps": spec.merger_eps}
-    return lambda path: odd.get(path, everywhere)
+    return everywhere
 
 
 def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:

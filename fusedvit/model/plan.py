@@ -228,12 +228,8 @@ def chosen_for(
 
 def as_launched(spec: VisionSpec, name: str, rows: int, config: Any) -> Any:
     """The configuration with which a plan of `rows` patch tokens launches `name`, given the chosen `config`."""
-    return _with_pdl(config) if spec.sandwich and rows <= SANDWICH_PDL_ROWS.get(name, 0) else config
-
-
-def _with_pdl(config: Any) -> Any:
-    """`config` with programmatic dependent launch, if its backend supports that."""
-    return replace(config, pdl=True) if isinstance(config, HopperGemmConfig | HopperSwapABConfig) else config
+    wanted = spec.sandwich and rows <= SANDWICH_PDL_ROWS.get(name, 0)
+    return replace(config, pdl=True) if wanted and isinstance(config, HopperGemmConfig | HopperSwapABConfig) else config
 
 
 def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:

@@ -306,13 +306,9 @@ def _second(fc2: LinearWeights) -> LinearWeights:
     """An MLP's second layer, with the padding of its rows included as columns."""
     n, k = fc2.weight.shape
     pitch = pitch_of(k, fc2.weight.dtype)
-    if pitch == k:
-        return _lined(fc2)
-    if "weight" in fc2.own:
-        return _lined(replace(fc2, weight=fc2.weight.as_strided((n, pitch), (pitch, 1))))
-    padded = fc2.weight.new_zeros(n, pitch)
-    padded[:, :k] = fc2.weight
-    return _lined(replace(fc2, weight=padded, own=(*fc2.own, "weight")))
+    if pitch != k:  # such rows are in a copy, with zeros after each (`_pitched`)
+        fc2 = replace(fc2, weight=fc2.weight.as_strided((n, pitch), (pitch, 1)))
+    return _lined(fc2)
 
 
 def _with_bias(linear: LinearWeights) -> LinearWeights:

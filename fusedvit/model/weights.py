@@ -167,11 +167,11 @@ class EncoderWeights:
 
     def pointers(self) -> tuple[int, ...]:
         """The addresses of all tensors, which captured launches hold."""
-        return tuple(tensor.data_ptr() for tensor, _ in _tensors(self))
+        return tuple(tensor.data_ptr() for _, tensor, _ in _tensors(self))
 
     def borrowed(self) -> tuple[torch.Tensor, ...]:
         """Tensors in the memory of the tower's parameters, which other code may move or free."""
-        return tuple(tensor for tensor, own in _tensors(self) if not own)
+        return tuple(tensor for _, tensor, own in _tensors(self) if not own)
 
     def lent(self, addresses: Iterable[int], parameters: Mapping[int, torch.Tensor]) -> "EncoderWeights":
         """These weights with borrowed tensors replaced, after parameters have moved.
@@ -182,21 +182,23 @@ class EncoderWeights:
         """
         left = iter(addresses)
 
-        def taken(old: torch.Tensor) -> torch.Tensor:
+        def taken(path: str, old: torch.Tensor, own: bool) -> torch.Tensor:
+            if own:
+                return old
             parameter = parameters[next(left)].data
             return parameter.as_strided(old.shape, old.stride(), parameter.storage_offset())
 
-        found: EncoderWeights = _with_borrowed(self, taken)
+        found: EncoderWeights = _with_tensors(self, taken)
         return found
 
     def copies(self) -> tuple[torch.Tensor, ...]:
         """Prepared copies, each as a flat view of its whole storage, as rows may have gaps between them."""
-        found = {t.untyped_storage().data_ptr(): t for t, own in _tensors(self) if own}
+        found = {t.untyped_storage().data_ptr(): t for _, t, own in _tensors(self) if own}
         return tuple(t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0) for t in found.values())
 
     def held_bytes(self) -> int:
         """Bytes of prepared copies that the original parameters do not already hold."""
-        return sum(tensor.untyped_storage().nbytes() for tensor, own in _tensors(self) if own)
+        return sum(tensor.untyped_storage().nbytes() for _, tensor, own in _tensors(self) if own)
 
 
 def layout_of(record: Any) -> Any:
@@ -206,57 +208,44 @@ def layout_of(record: Any) -> Any:
     return tuple(layout_of(getattr(record, f.name)) for f in fields(record)) if is_dataclass(record) else record
 
 
-def rewrite(old: Any, new: Any) -> Any:
-    """`new`, a record of weights, with its prepared copies written into `old`'s memory where they fit."""
-    if isinstance(new, tuple):
-        return tuple(rewrite(o, n) for o, n in zip(old, new, strict=True))
-    if not is_dataclass(new) or isinstance(new, type) or type(old) is not type(new):
-        return new
-    kept: dict[str, Any] = {}
-    for f in fields(new):
-        before, now = getattr(old, f.name), getattr(new, f.name)
-        if isinstance(now, torch.Tensor):
-            own = f.name in getattr(new, "own", ()) and f.name in getattr(old, "own", ())
-            kept[f.name] = before.copy_(now) if own and _fits(before, now) else now
-        elif f.name != "own":
-            kept[f.name] = rewrite(before, now)
-    return replace(new, **kept)
+def rewrite(old: EncoderWeights, new: EncoderWeights) -> EncoderWeights:
+    """`new`, with its prepared copies written into `old`'s memory where they fit."""
+    before = {path: tensor for path, tensor, own in _tensors(old) if own}
+
+    def kept(path: str, now: torch.Tensor, own: bool) -> torch.Tensor:
+        memory = before.get(path)
+        return memory.copy_(now) if own and memory is not None and _fits(memory, now) else now
+
+    found: EncoderWeights = _with_tensors(new, kept)
+    return found
 
 
-def _with_borrowed(record: Any, taken: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`record` with `taken(tensor)` in place of every tensor that is not a prepared copy."""
+def _with_tensors(record: Any, of: Callable[[str, torch.Tensor, bool], torch.Tensor], path: str = "") -> Any:
+    """`record` with `of(path, tensor, own)` in place of every tensor, called in the order of `_tensors`."""
     if isinstance(record, tuple):
-        return tuple(_with_borrowed(part, taken) for part in record)
+        return tuple(_with_tensors(part, of, f"{path}.{i}") for i, part in enumerate(record))
     if not is_dataclass(record) or isinstance(record, type):
         return record
-    values = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "own"}
-    own = getattr(record, "own", ())
-    return replace(
-        record,
-        **{
-            name: _with_borrowed(value, taken)
-            if not isinstance(value, torch.Tensor)
-            else value
-            if name in own
-            else taken(value)
-            for name, value in values.items()
-        },
-    )
+    values, own = {f.name: getattr(record, f.name) for f in fields(record)}, getattr(record, "own", ())
+    for name, value in values.items():
+        at = f"{path}.{name}"
+        values[name] = of(at, value, name in own) if isinstance(value, torch.Tensor) else _with_tensors(value, of, at)
+    return replace(record, **values)
 
 
-def _tensors(record: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Every tensor of a record, in a fixed order, and whether it is a prepared copy."""
+def _tensors(record: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every tensor of a record, in a fixed order: its path, itself, and whether it is a prepared copy."""
     if isinstance(record, tuple):
-        for part in record:
-            yield from _tensors(part)
+        for i, part in enumerate(record):
+            yield from _tensors(part, f"{path}.{i}")
     elif is_dataclass(record):
         for f in fields(record):
-            value = getattr(record, f.name)
+            value, at = getattr(record, f.name), f"{path}.{f.name}"
             if isinstance(value, torch.Tensor):
-                yield value, f.name in getattr(record, "own", ())
+                yield at, value, f.name in getattr(record, "own", ())
             else:
-                yield from _tensors(value)
+                yield from _tensors(value, at)
 
 
-def _fits(old: torch.Tensor | None, new: torch.Tensor) -> bool:
-    return old is not None and old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+def _fits(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device

@@ -3,14 +3,15 @@
 Budgets count merged tokens; buffers count patch tokens.
 """
 
+import bisect
+import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from tqdm import tqdm
 
 from fusedvit.graphs.capture import CudaCapture
 from fusedvit.graphs.limits import Limits, infer_limits
@@ -38,22 +39,15 @@ GRAPH_BYTES = 5 * 2**17  # estimate for one captured graph: 0.52 to 0.6 MiB on a
 GRIDS_KEPT = 512
 MAX_GRID_ROWS = 2**16  # rows of all kept grids together: 768 KiB
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
-
-
-class _Parts(dict[int, EncoderBuffers]):
-    """Budget -> the static buffers as that budget sees them, created at the first access."""
-
-    def __init__(self, of: Callable[[int], EncoderBuffers]) -> None:
-        super().__init__()
-        self._of = of
-
-    def __missing__(self, budget: int) -> EncoderBuffers:
-        part = self[budget] = self._of(budget)
-        return part
+_NOT_ALLOCATED: Callable[[int], EncoderBuffers] = dict[int, EncoderBuffers]().__getitem__
 
 
 class CapturedEncoder:
-    """Implements `graphs.manager.Program`: static buffers, the captured run, loading inputs and storing outputs."""
+    """Implements `graphs.manager.Program`: static buffers, the captured run, loading inputs and storing outputs.
+
+    Attributes:
+        buffers: returns the static buffers as a budget sees them: views that are created at the first call for it.
+    """
 
     def __init__(
         self,
@@ -73,7 +67,7 @@ class CapturedEncoder:
         self._planner = planner
         self._side = side or (CapturedSideStream(device) if device.type == "cuda" else IN_LINE)
         self._whole: EncoderBuffers | None = None
-        self._parts: dict[int, EncoderBuffers] = {}
+        self.buffers = _NOT_ALLOCATED
         self._plans: dict[int, EncoderPlan] = {}
         self._max_frames = 0
         self._grid_slots = torch.empty(0, 0, 3, dtype=torch.int32, device=device)
@@ -97,7 +91,7 @@ class CapturedEncoder:
         self._plans = plans
         self._max_frames = limits.max_frames
         whole = self._whole
-        self._parts = _Parts(lambda b: whole.part(capacities[b], unit, bool(plans[b].overlapped)))
+        self.buffers = functools.cache(lambda b: whole.part(capacities[b], unit, bool(plans[b].overlapped)))
 
     def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
         target, unit = Target.of(self._device), self._spec.merge_unit
@@ -108,16 +102,12 @@ class CapturedEncoder:
         assert self._whole is not None, "buffers are allocated with the first capture"
         return self._whole
 
-    def buffers(self, budget: int) -> EncoderBuffers:
-        """The static buffers as `budget` sees them."""
-        return self._parts[budget]
-
     def held_bytes(self) -> int:
         return 0 if self._whole is None else self._whole.held_bytes() + self._grid_slots.nbytes
 
     def free(self) -> None:
         self._whole = None
-        self._parts = {}
+        self.buffers = _NOT_ALLOCATED
         self._grid_slots = self._grid_slots[:0].clone()
         self._grids = {}
 
@@ -130,7 +120,7 @@ class CapturedEncoder:
         with torch.no_grad():
             while True:
                 try:
-                    plan, part = self._plans[budget], self._parts[budget]
+                    plan, part = self._plans[budget], self.buffers(budget)
                     encode(self._spec, self._weights(), part, self._ops, plan, self._side, rehearsal)
                     return
                 except BackendFailed:  # at a backend's first launch, in a rehearsal; the next plan avoids the backend
@@ -143,7 +133,7 @@ class CapturedEncoder:
 
         It uses no random numbers, as a failed capture may disturb their generator.
         """
-        part, unit, side = self._parts[budget], self._spec.merge_unit, self._spec.merge_size
+        part, unit, side = self.buffers(budget), self._spec.merge_unit, self._spec.merge_size
         part.pixels[:unit].fill_(0.5)  # for every kind of pixels: the loads below fill only one row
         self._rehearse_loads(budget, [[1, side, side]], unit)
         if self._spec.padded:
@@ -194,7 +184,7 @@ class CapturedEncoder:
 
     def load_pixels(self, budget: int, pixels: torch.Tensor, first: int = 0) -> None:
         """Fills rows of pixels, from row `first` on, by torch's copies."""
-        into = self._parts[budget].pixels[first : first + pixels.shape[0], : pixels.shape[1]]
+        into = self.buffers(budget).pixels[first : first + pixels.shape[0], : pixels.shape[1]]
         if pixels.dtype == torch.uint8:
             pixels = centred(pixels.to(self._device, non_blocking=True), self._dtype)
         into.copy_(pixels, non_blocking=True)
@@ -208,7 +198,7 @@ class CapturedEncoder:
         pixels: torch.Tensor | None = None,
         padded: bool = False,
     ) -> None:
-        part, spec = self._parts[budget], self._spec
+        part, spec = self.buffers(budget), self._spec
         into = None if pixels is None else part.pixels
         out, counts, frames = part.grid, part.row_counts, self._max_frames
         self._ops.load_inputs(grid, rows, frames, spec.merge_size, out, pixels, into, counts, kind, padded)
@@ -230,7 +220,7 @@ class CapturedEncoder:
 
     def store(self, budget: int, outputs: EncoderOutputs, first: int = 0) -> None:
         """Copies rows of `budget`'s outputs, from patch row `first` on, to `outputs`, whose size gives their number."""
-        hidden, merged = self._parts[budget].hidden, self._parts[budget].merged
+        hidden, merged = self.buffers(budget).hidden, self.buffers(budget).merged
         if first:
             hidden, merged = hidden[first:], tuple(plane[first // self._spec.merge_unit :] for plane in merged)
         self._ops.store_outputs(hidden, merged, outputs.hidden, outputs.merged)
@@ -246,15 +236,6 @@ class TowerGraphs:
     @property
     def limits(self) -> Limits:
         return self.manager.limits
-
-    def capture(
-        self,
-        progress: Callable[[Iterable[int]], Iterable[int]] | None,
-        only: Collection[int],
-        capture: Callable[[int], object],
-    ) -> None:
-        """Captures the budgets in `only`, the largest first, each by `capture`."""
-        self.manager.warmup(progress or _bar, only, capture)
 
 
 def new_graphs(
@@ -314,16 +295,13 @@ def limits_within(
     Raises:
         TypeError, ValueError: as `limits_for`.
     """
-    whole = limits_for(spec, dtype, 0, (LARGEST_BUDGET,), max_items, max_frames)
-    ladder = [budget for budget in whole.token_budgets if budget >= (max_items or 1)]
-    fewest, most = 0, len(ladder) - 1
-    while fewest < most:  # binary search for the largest budget whose ladder fits
-        middle = (fewest + most + 1) // 2
-        if _held_by(spec, dtype, limits_for(spec, dtype, 0, ladder[middle : middle + 1], max_items, max_frames)) > room:
-            most = middle - 1
-        else:
-            fewest = middle
-    found = limits_for(spec, dtype, 0, ladder[fewest : fewest + 1], max_items, max_frames)
+
+    def up_to(largest: int) -> Limits:
+        return limits_for(spec, dtype, 0, (largest,), max_items, max_frames)
+
+    ladder = [budget for budget in up_to(LARGEST_BUDGET).token_budgets if budget >= (max_items or 1)]
+    fit = bisect.bisect_right(ladder, room, key=lambda largest: _held_by(spec, dtype, up_to(largest)))
+    found = up_to(ladder[max(0, fit - 1)])
     held = _held_by(spec, dtype, found)
     if held > room:
         short = math.ceil((held - room) / MIB)
@@ -345,10 +323,6 @@ def _held_by(spec: VisionSpec, dtype: torch.dtype, limits: Limits) -> int:
     encoder = CapturedEncoder(spec, ops_for(device), dtype, device, lambda: None)  # type: ignore[arg-type, return-value]
     encoder.allocate(limits)
     return encoder.held_bytes() + len(limits.token_budgets) * GRAPH_BYTES
-
-
-def _bar(budgets: Iterable[int]) -> Iterable[int]:
-    return tqdm(budgets, desc="capturing token budgets", unit="graph", disable=None)  # None: only on a terminal
 
 
 def _capacity(tokens: int, limits: Limits, layout: Layout) -> Capacity:

@@ -97,12 +97,12 @@ class CompileService:
         with self.changed:
             if time.monotonic() >= self._again:
                 self.broken, self._again, self._starts = "", math.inf, 0
-            if self._process is None and not self.broken and not self.ending.is_set() and _is_empty(_cache_folder()):
+            if self._process is None and not self.broken and not self.ending.is_set() and _cache_is_empty():
                 self._start()
 
     def is_idle_with_cache(self) -> bool:
         """Whether nothing is being compiled, and Triton's cache holds something."""
-        return self._process is None and not _is_empty(_cache_folder())
+        return self._process is None and not _cache_is_empty()
 
     def compile(self, request: Request) -> None:
         """Sends the kernels of `request` to the program, except those that have failed.
@@ -127,7 +127,7 @@ class CompileService:
             if self._process is None:
                 self._start()
             else:
-                self._send(request)
+                self._outbox.put(request)
 
     @staticmethod
     def _goes_before(request: Request, known: Request | None) -> bool:
@@ -200,7 +200,7 @@ class CompileService:
             return
         self._process, self._outbox = process, outbox
         for request in {id(request): request for request in self._waiting.values()}.values():
-            self._send(request)
+            self._outbox.put(request)
 
     def _program(self) -> tuple["subprocess.Popen[bytes]", int]:
         """Starts the program. Returns it and the descriptor from which its answers are read. Raises OSError."""
@@ -232,9 +232,6 @@ class CompileService:
             "TMPDIR": self._scratch,
             "CUDA_VISIBLE_DEVICES": "",
         }
-
-    def _send(self, request: Request) -> None:
-        self._outbox.put(request)
 
     def _write(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]") -> None:
         """Sends what is put into the outbox, in a thread: while the program starts, a pipe that is full blocks."""
@@ -337,10 +334,10 @@ def _absolute(folder: str) -> str:
         return ""
 
 
-def _is_empty(folder: str) -> bool:
-    """Whether a folder holds nothing, or is not there."""
+def _cache_is_empty() -> bool:
+    """Whether Triton's cache holds nothing, or is not there."""
     try:
-        with os.scandir(folder) as entries:
+        with os.scandir(_cache_folder()) as entries:
             return next(entries, None) is None
     except OSError as error:
         if is_of_handler(error):

@@ -118,7 +118,7 @@ def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits, rows: int = 0
         rows: patch rows with padding. The budget of a call's only batch has room for all of them: it then follows from
             shapes alone, and a replay can begin before the host knows which rows are padding.
     """
-    plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits)
+    plan = pack([Work(item.t, item.h * item.w // unit) for item in items], limits)
     if len(plan.batches) == 1:
         sole = plan.batches[0]
         padded = limits.smallest_for(rows // unit) or 0
@@ -222,20 +222,26 @@ def _launch_steps(
     if len(steps) == 1 and steps[0].batch is None:
         eager[steps[0].reason] += 1
         return run_eager(runtime, pixels, items)
-    answer = _Answer(runtime, _tokens(items))
+    outputs, unit = runtime.new_outputs(_tokens(items)), runtime.spec.merge_unit
     for step in steps:
-        if step.batch is not None and _replay(runtime.graphs, step, step.batch, pixels, answer):
+        if step.batch is not None and _replay(runtime.graphs, step, step.batch, pixels, outputs, unit):
             continue
         eager[step.reason or CAPTURE_FAILED] += 1
         parts = [pixels[source : source + length] for source, _, length in step.spans]
         part = parts[0] if len(parts) == 1 else torch.cat(parts)
-        room = 0 if step.batch is None else step.batch.budget * runtime.spec.merge_unit
-        answer.keep(run_eager(runtime, part, [Item(*row) for row in step.rows], room), step.spans)
-    return answer.outputs()
+        room = 0 if step.batch is None else step.batch.budget * unit
+        found = run_eager(runtime, part, [Item(*row) for row in step.rows], room)
+        for source, target, length in step.spans:
+            mine, theirs = _rows_of(outputs, source, length, unit), _rows_of(found, target, length, unit)
+            for to, rows_of_run in zip((mine.hidden, *mine.merged), (theirs.hidden, *theirs.merged), strict=True):
+                to.copy_(rows_of_run)
+    return outputs
 
 
-def _replay(graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor, answer: "_Answer") -> bool:
-    """Replays one batch; returns False if its budget has no graph."""
+def _replay(
+    graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor, outputs: EncoderOutputs, unit: int
+) -> bool:
+    """Replays one batch into its rows of the call's `outputs`; returns False if its budget has no graph."""
     encoder = graphs.encoder
 
     def load(budget: int) -> None:
@@ -250,39 +256,13 @@ def _replay(graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor,
 
     def store(budget: int) -> None:
         for source, target, length in step.spans:
-            encoder.store(budget, answer.rows(source, length), target)
+            encoder.store(budget, _rows_of(outputs, source, length, unit), target)
 
     return graphs.manager.replay(batch, load, store)
 
 
-class _Answer:
-    """A call's outputs, collected batch by batch. Allocated with the first batch, when the GPU already works."""
-
-    def __init__(self, runtime: Runtime, tokens: int) -> None:
-        self._runtime = runtime
-        self._tokens = tokens
-        self._outputs: EncoderOutputs | None = None
-
-    def outputs(self) -> EncoderOutputs:
-        if self._outputs is None:
-            self._outputs = self._runtime.new_outputs(self._tokens)
-        return self._outputs
-
-    def rows(self, source: int, length: int) -> EncoderOutputs:
-        """Views of the call's outputs for `length` patch rows from `source` on."""
-        return _rows_of(self.outputs(), source, length, self._runtime.spec)
-
-    def keep(self, got: EncoderOutputs, spans: Sequence[Span]) -> None:
-        """Copies the outputs of an eager run to the rows of the call's outputs."""
-        for source, target, length in spans:
-            mine, theirs = self.rows(source, length), _rows_of(got, target, length, self._runtime.spec)
-            for to, rows in zip((mine.hidden, *mine.merged), (theirs.hidden, *theirs.merged), strict=True):
-                to.copy_(rows)
-
-
-def _rows_of(outputs: EncoderOutputs, first: int, length: int, spec: VisionSpec) -> EncoderOutputs:
+def _rows_of(outputs: EncoderOutputs, first: int, length: int, unit: int) -> EncoderOutputs:
     """Views of `length` patch rows of `outputs` from `first` on."""
-    unit = spec.merge_unit
     merged = tuple(plane[first // unit : (first + length) // unit] for plane in outputs.merged)
     return EncoderOutputs(outputs.hidden[first : first + length], merged)
 

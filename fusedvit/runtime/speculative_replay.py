@@ -66,12 +66,10 @@ class SpeculativeReplay:
         self.outputs = None
         self.graphs.manager.count_replay(batch)
         tokens = sum([item.tokens for item in items])
-        return self._without_padding(outputs, tokens) if padded and tokens < self.rows else outputs
-
-    def _without_padding(self, outputs: EncoderOutputs, tokens: int) -> EncoderOutputs:
-        """Copies of the outputs without padding: a view would keep the padding's memory alive."""
+        if not padded or tokens == self.rows:
+            return outputs
         merged = tuple(plane[: tokens // self.merge_unit].clone() for plane in outputs.merged)
-        return EncoderOutputs(outputs.hidden[:tokens].clone(), merged)
+        return EncoderOutputs(outputs.hidden[:tokens].clone(), merged)  # a view would keep the padding's memory alive
 
     def drop(self) -> None:
         """Counts a replay that was not accepted as a misprediction. Its static buffers need no clean-up."""
