@@ -1,5 +1,6 @@
 """Tells who defines a class, a function or an object: torch, the tower's engine, Python, or other code (foreign)."""
 
+import gc
 import sys
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -42,13 +43,6 @@ def is_own(cls: type, engine: Engine = HUGGING_FACE) -> bool:
     return defines(cls.__module__, cls.__qualname__) or (not adds and all(is_own(c, engine) for c in cls.__bases__))
 
 
-def is_of_c(value: object, name: str) -> bool:
-    """Whether `value` is the C function `name`, or torch's Python function in its place."""
-    if isinstance(value, FunctionType):
-        return is_torchs(value)
-    return isinstance(value, BuiltinFunctionType) and value.__name__ == name
-
-
 @lru_cache(maxsize=2)
 def functions_of_c(module: ModuleType) -> frozenset[str]:
     """Names of the C functions that `module` had when torch was imported, whether or not they were replaced."""
@@ -56,18 +50,36 @@ def functions_of_c(module: ModuleType) -> frozenset[str]:
     return frozenset(name for name in dir(origin) if not name.startswith("__"))
 
 
-def is_foreign_function(value: object, name: str) -> bool:
-    """Whether `value`, found in torch under `name`, is a function that is not torch's or has another name."""
-    if isinstance(value, BuiltinFunctionType):
-        return value.__name__ != name
-    return isinstance(value, FunctionType) and not (is_torchs(value) and value.__name__ == name)
+def is_foreign_name(value: object, name: str, homes: tuple[str, ...] = ("torch.",)) -> bool:
+    """Whether `value`, found under `name`, is a function or class of other code, or one of another name.
+
+    Args:
+        homes: prefixes of modules whose classes, and functions written in C, are known.
+    """
+    if isinstance(value, FunctionType):
+        return not (is_torchs(value) and value.__name__ == name)
+    if not isinstance(value, type | BuiltinFunctionType):
+        return False
+    home = f"{value.__module__}."  # a method bound to an object of C has no module
+    known = home.startswith(homes) or (isinstance(value, type) and is_of_python(value))
+    return not known or value.__name__ != name
+
+
+def is_operator(value: object, module: ModuleType, name: str) -> bool:
+    """Whether `value`, found in `module` under `name`, is the operator that torch keeps there: `torch.ops.a.b`."""
+    kept = f"{module.__name__.removeprefix('torch.ops.')}::{name}"
+    return name_of(type(value)) == "torch._ops.OpOverloadPacket" and getattr(value, "_qualified_op_name", "") == kept
 
 
 def held_function(value: object) -> object:
-    """The function inside a functools cache or a Triton kernel; any other value itself."""
+    """The function inside a functools cache or a Triton kernel; any other value itself.
+
+    `functools.wraps` may make a cache name another function than the one that it calls, so its references decide.
+    """
     kind = name_of(type(value))
     if kind == "functools._lru_cache_wrapper":
-        return held_function(getattr(value, "__wrapped__", None))
+        inner = getattr(value, "__wrapped__", None)
+        return held_function(inner) if any(held is inner for held in gc.get_referents(value)) else value
     return held_function(getattr(value, "fn", None)) if kind.startswith("triton.runtime.") else value
 
 
@@ -106,21 +118,28 @@ def is_builtin(value: object) -> bool:
 
 
 def is_foreign_object(value: object, engine: Engine) -> bool:
-    """Whether `value` is a module that is not the imported one, or an object of a foreign class.
+    """Whether `value` is a module of other code, an object to call, or an object of a foreign class.
 
-    Functions and classes are not judged here. Foreign means defined neither by torch, the engine nor Python.
+    Functions and classes are not judged here. Foreign means defined neither by torch, the engine nor Python. An object
+    to call is foreign unless the engine defines its class: objects of torch's classes (modules, custom operators,
+    scripted functions) and of Python's (bound methods, partial functions) may hold anybody's code.
     """
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return False
     home = f"{type(value).__module__}."
-    if home.startswith(("torch.", *engine.packages)):  # also torch's module objects for operators and libraries
-        return False
-    if isinstance(value, ModuleType):
-        return sys.modules.get(value.__name__) is not value
-    if home.startswith(("typing.", "builtins.")):
-        return False
     root = home.partition(".")[0]
-    return callable(value) or root == "types" or root not in {*sys.stdlib_module_names, *_ARRAYS}
+    if home.startswith(("typing.", *engine.packages)):
+        return False
+    if isinstance(value, ModuleType):  # torch has module objects of its own for operators and libraries
+        named = value.__name__.partition(".")[0]
+        known = named in {"torch", "triton", *sys.stdlib_module_names, *_ARRAYS} or named in _roots_of(engine)
+        return root != "torch" and not (known and sys.modules.get(value.__name__) is value)
+    return callable(value) or root == "types" or root not in {"torch", *sys.stdlib_module_names, *_ARRAYS}
+
+
+def _roots_of(engine: Engine) -> set[str]:
+    """The packages whose modules an engine's code may call."""
+    return {prefix.partition(".")[0] for prefix in (*engine.packages, *engine.libraries)}
 
 
 def name_of(defined: FunctionType | type) -> str:

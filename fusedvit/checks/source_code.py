@@ -114,6 +114,12 @@ def defines(module: str, path: str) -> bool:
     return path in _paths(module)
 
 
+def defines_function(module: str, path: str) -> bool:
+    """Whether the source of `module` defines a function at `path`, and no class."""
+    codes = [code for found in _functions(module).values() for at, code in found if at == path]
+    return bool(codes) and all(code.co_flags & _NEWLOCALS for code in codes)
+
+
 def names_in(code: CodeType) -> set[str]:
     """Every name that `code` and the functions within it mention: globals and attributes."""
     return {name for part in parts_of(code) for name in part.co_names}

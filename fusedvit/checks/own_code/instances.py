@@ -22,7 +22,7 @@ def follow_classes(walk: CodeWalk, plain: Plain) -> None:
     """Notes class attributes that Python finds before an instance's attribute of the same name.
 
     Any class attribute hides a registered object, and a data descriptor hides other attributes. Properties and methods
-    are followed elsewhere.
+    must be those that their class's source defines.
     """
     known: set[tuple[type, str]] = set()
     for module in plain.modules.values():
@@ -32,7 +32,9 @@ def follow_classes(walk: CodeWalk, plain: Plain) -> None:
         for of, name in (held | optional) - known:
             value = next((vars(c)[name] for c in of.__mro__ if name in vars(c)), None)
             first = name in registered or hasattr(type(value), "__set__") or name not in vars(module)
-            if value is not None and first and not isinstance(value, _METHODS):
+            if first and isinstance(value, _METHODS):
+                walk.follow_method(of, name)
+            elif first and value is not None:
                 walk.found.note_foreign(f"{of.__qualname__}.{name} is {describe(value)}", of, name)
         known |= held | optional
     for cls in {cls for cls, _ in known}:

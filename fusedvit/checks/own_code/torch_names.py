@@ -5,7 +5,7 @@ followed too.
 """
 
 from collections.abc import Iterable
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodDescriptorType, ModuleType
 
 import torch
 
@@ -13,15 +13,16 @@ from fusedvit.checks.own_code.findings import Findings
 from fusedvit.checks.ownership import (
     describe,
     functions_of_c,
-    is_foreign_function,
+    is_foreign_name,
     is_foreign_object,
-    is_of_c,
+    is_operator,
     is_torchs,
 )
 from fusedvit.checks.source_code import names_in, wrapped_by
 from fusedvit.families.engine import Engine
 
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
+_OPERATORS_OF_C = {"__neg__": "neg", "__pos__": "positive", "__abs__": "abs", "__itruediv__": "__idiv__"}
 _AROUND_C = ("torch.functional", "torch.nn.functional", "torch._tensor")  # modules of Python wrappers of C functions
 
 
@@ -64,8 +65,8 @@ class TorchNames:
             self.found.note_absent(torch.Tensor, [name])
             return
         self.found.note_slot(torch.Tensor, name)
-        value = getattr(torch.Tensor, name)
-        if isinstance(value, FunctionType) and not is_torchs(value):
+        value = vars(torch.Tensor).get(name)  # what C defines lies in a base class, and cannot be replaced
+        if name in vars(torch.Tensor) and not _is_method_of_tensors(value, name):
             self.found.note_foreign(f"torch.Tensor.{name} is {describe(value)}")
         self.found.keep(value)
         self._follow_inside(value)
@@ -76,7 +77,8 @@ class TorchNames:
         for name in sorted(mentioned & vars(module).keys()):
             value = vars(module)[name]
             self.found.note_slot(module, name)
-            if is_foreign_object(value, self._engine) or is_foreign_function(value, name):
+            foreign = is_foreign_object(value, self._engine) and not is_operator(value, module, name)
+            if foreign or is_foreign_name(value, name):
                 self.found.note_foreign(f"{module.__name__}.{name} is {describe(value)}")
             elif isinstance(value, ModuleType):
                 inner.append(value)
@@ -94,8 +96,7 @@ class TorchNames:
         mentioned = names_in(value.__code__)
         for module in (torch, torch._C._nn):
             if module.__name__.rpartition(".")[2] in mentioned:
-                for name in sorted(mentioned & functions_of_c(module) & vars(module).keys()):
-                    self._follow_of_c(module, name)
+                self._follow_names_of(module, mentioned & functions_of_c(module))
         if "_VF" in mentioned:  # torch._VF has no functions of its own: its `__getattr__` finds each in C
             names = mentioned & functions_of_c(torch)
             self.found.note_absent(torch._VF, names)
@@ -104,7 +105,12 @@ class TorchNames:
         if value.__module__ != torch.Tensor.__module__:
             self.follow_methods(mentioned)
 
-    def _follow_of_c(self, module: ModuleType, name: str) -> None:
-        self.found.note_slot(module, name)
-        if not is_of_c(vars(module)[name], name):
-            self.found.note_foreign(f"{module.__name__}.{name} is {describe(vars(module)[name])}")
+
+def _is_method_of_tensors(value: object, name: str) -> bool:
+    """Whether `value`, found in the class of tensors, is torch's own method `name`.
+
+    Methods for operators may have another name: that of the method which they call.
+    """
+    if isinstance(value, FunctionType):
+        return is_torchs(value) and (name.startswith("__") or value.__name__ == name)
+    return isinstance(value, MethodDescriptorType) and value.__name__ == _OPERATORS_OF_C.get(name, name)

@@ -13,15 +13,16 @@ from fusedvit.checks.ownership import (
     describe,
     held_function,
     is_builtin,
+    is_foreign_name,
     is_foreign_object,
     is_of_python,
-    is_torchs,
     sets_gradients,
 )
 from fusedvit.checks.source_code import (
     Definition,
     decorators_of,
     defines,
+    defines_function,
     definition_of,
     names_in,
     optional_in,
@@ -89,13 +90,14 @@ class CodeWalk:
         if home is None:
             return
         value = held_function(vars(home)[name])
-        if isinstance(value, staticmethod | classmethod):
+        # Exactly these classes: a derived one may give another function than it holds.
+        if type(value) is staticmethod or type(value) is classmethod:
             value = held_function(value.__func__)
-        elif isinstance(value, property):
+        elif type(value) is property:
             value = value.fget
         elif name == COMPILED and value is not None:
             self.found.note_foreign(f"{cls.__qualname__}.{name} is {describe(value)}")
-        elif not callable(value):
+        elif _is_data(value) and not defines_function(home.__module__, f"{home.__qualname__}.{name}"):
             return
         path = _ALIASES.get(name, f"{home.__qualname__}.{name}") if home is nn.Module else f"{home.__qualname__}.{name}"
         found = self.follow(value, Definition(home.__module__, path), f"{cls.__qualname__}.{name}")
@@ -154,15 +156,19 @@ class CodeWalk:
             return
         self.found.note_slot(module, name)
         value = held_function(value)
-        if isinstance(value, type):
-            if defines(module.__name__, name) and (value.__module__, value.__qualname__) != (module.__name__, name):
-                self.found.note_foreign(f"{where} is {describe(value)}")
-        elif isinstance(value, FunctionType):
+        if isinstance(value, FunctionType) or defines_function(module.__name__, name):
             self._follow_function(value, module, name)
-        elif is_foreign_object(value, self.engine):
+        elif is_foreign_object(value, self.engine) or self._is_foreign_name(value, module, name):
             self.found.note_foreign(f"{where} is {describe(value)}")
 
-    def _follow_function(self, value: FunctionType, module: ModuleType, name: str) -> None:
+    def _is_foreign_name(self, value: object, module: ModuleType, name: str) -> bool:
+        """Whether a class or a function of C is not the one that the module's source defines or imports."""
+        if defines(module.__name__, name):
+            return not isinstance(value, type) or (value.__module__, value.__qualname__) != (module.__name__, name)
+        homes = ("torch.", *self.engine.packages, *self.engine.libraries)
+        return is_foreign_name(value, self.engine.renamed.get(name, name), homes)
+
+    def _follow_function(self, value: object, module: ModuleType, name: str) -> None:
         where = f"{module.__name__}.{name}"
         origin, defined_here = self._undecorated(value), defines(module.__name__, name)
         in_library = origin is not None and origin.module.startswith(self.engine.libraries)
@@ -174,12 +180,12 @@ class CodeWalk:
         own_name = self.engine.renamed.get(name, name)
         if origin is not None and origin.path == own_name and origin.module.startswith(self.engine.packages):
             self.follow(value, origin, where)
-        elif not is_torchs(value):
+        elif is_foreign_name(value, own_name):
             self.found.note_foreign(f"{where} is {describe(value)}")
 
     @staticmethod
-    def _undecorated(value: FunctionType) -> Definition | None:
-        function: FunctionType | None = value
+    def _undecorated(value: object) -> Definition | None:
+        function = value if isinstance(value, FunctionType) else None
         while function is not None and (inner := wrapped_by(function)) is not None and definition_of(function):
             function = inner
         return definition_of(function)
@@ -198,3 +204,8 @@ def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> b
     if decorators is None or not found.module.startswith(HUGGING_FACE.packages):
         return True
     return found.path.partition(".")[0] in (*decorators, _CHECKPOINTING)
+
+
+def _is_data(value: object) -> bool:
+    """Whether a class's attribute is neither called nor asked for a value as it is found."""
+    return not callable(value) and not hasattr(type(value), "__get__")

@@ -1,0 +1,181 @@
+"""What a module's source defines or imports as a function must be that function, and no object that is called like it:
+an operator, a module, a method, a class, a descriptor, a cache."""
+
+import contextlib
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fusedvit.checks import fallback
+from fusedvit.checks.ownership import held_function, is_operator
+from tests.support.towers import GRIDS, Call, assert_bitwise, error_of, fused_when, modeling, tiny_tower
+
+WHEN = pytest.mark.parametrize("when", ["before fuse", "after a call"])
+MINUS = "fusedvit_tests::minus"
+
+
+@torch.library.custom_op(MINUS, mutates_args=())
+def _minus(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+def twisted(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(twisted, value))
+    return value * 1.5 if isinstance(value, torch.Tensor) else value
+
+
+class Holding:
+    """Something that holds what it replaces."""
+
+    def __init__(self, old: Any) -> None:
+        self.old = old
+
+    def method(self, *arguments: Any, **named: Any) -> Any:
+        return twisted(self.old(*arguments, **named))
+
+
+class Described(Holding):
+    """A descriptor that cannot be called itself."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else lambda *a, **named: twisted(self.old(instance, *a, **named))
+
+
+class DescribedProperty(property):
+    """A property of the function that it replaces, which gives another."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else lambda x: twisted(self.fget(instance, x))  # type: ignore[misc]
+
+
+class Scaled(nn.Module):
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.old = old
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return twisted(self.old(*arguments, **named))
+
+
+def a_class(old: Any) -> type:
+    """A class that is called in the place of a function, with its names."""
+    names = {"__module__": old.__module__, "__qualname__": old.__qualname__}
+    return type(old.__name__, (), {"__new__": lambda cls, *a, **named: twisted(old(*a, **named)), **names})
+
+
+def memoised(old: Any) -> Any:
+    return functools.wraps(old)(functools.lru_cache(lambda *arguments: twisted(old(*arguments))))
+
+
+def read_twice(name: str) -> property:
+    """A property that gives a module's own or registered attribute, changed."""
+    found: Any = nn.Module.__getattr__
+    scaled = {"linear_fc1": lambda module: nn.Sequential(module, nn.ReLU())}.get(name, lambda value: value * 1.5)
+    return property(lambda s: scaled(vars(s)[name] if name in vars(s) else found(s, name)), lambda s, value: None)
+
+
+def reversed_blocks(self: Any) -> Any:
+    return iter([*self._modules.values()][::-1])
+
+
+def imported(module: types.ModuleType) -> types.ModuleType:
+    """A module that anybody could import, with the content of `module` but for one function."""
+    false = types.ModuleType("of_somebody_else")
+    vars(false).update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+    false.linear = lambda x, w, b=None: 2 * (x @ w.t())  # type: ignore[attr-defined]
+    sys.modules[false.__name__] = false
+    return false
+
+
+def in_place_of(owner: Any, name: str, replace: Callable[[Any], Any]) -> Any:
+    """A context in which `owner` has under `name` what `replace` makes of what it had."""
+    return mock.patch.object(owner, name, replace(getattr(owner, name, None)), create=name not in vars(owner))
+
+
+def in_module(name: str, replace: Callable[[Any], Any]) -> Any:
+    return in_place_of(modeling(), name, replace)
+
+
+def in_mlp(name: str, replace: Callable[[Any], Any]) -> Any:
+    return in_place_of(modeling().Qwen3VLVisionMLP, name, replace)
+
+
+OBJECTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "custom operator": lambda: in_module("rotate_half", lambda old: _minus),
+    "operator": lambda: in_module("rotate_half", lambda old: torch.ops.fusedvit_tests.minus.default),
+    "function of C": lambda: in_module("rotate_half", lambda old: torch.neg),
+    "module": lambda: in_module("rotate_half", Scaled),
+    "bound method": lambda: in_module("rotate_half", lambda old: Holding(old).method),
+    "class": lambda: in_module("rotate_half", a_class),
+    "class for an imported function": lambda: in_module("get_vision_position_ids", rolling_class),
+    "method for an imported function": lambda: in_module("get_vision_position_ids", rolling_method),
+    "method for a function of torch": lambda: in_place_of(nn.functional, "gelu", lambda old: Holding(old).method),
+    "class for a function of torch": lambda: in_place_of(nn.functional, "gelu", lambda old: a_class(relu)),
+    "module for a function of torch": lambda: in_place_of(nn.functional, "layer_norm", Scaled),
+    "method for a function of C in torch": lambda: in_place_of(torch, "layer_norm", lambda old: Holding(old).method),
+    "descriptor of forward": lambda: in_mlp("forward", Described),
+    "property of forward": lambda: in_mlp("forward", DescribedProperty),
+    "descriptor of a call": lambda: in_mlp("__call__", Described),
+    "descriptor of an order": lambda: in_place_of(
+        nn.ModuleList, "__iter__", lambda old: functools.partialmethod(reversed_blocks)
+    ),
+    "cache for a function": lambda: in_module("apply_rotary_pos_emb_vision", memoised),
+    "cache for a method": lambda: in_mlp("forward", memoised),
+    "property over a parameter": lambda: in_place_of(nn.Module, "weight", lambda old: read_twice("weight")),
+    "property over a number": lambda: in_place_of(nn.Module, "scaling", lambda old: read_twice("scaling")),
+    "property over a module": lambda: in_place_of(nn.Module, "linear_fc1", lambda old: read_twice("linear_fc1")),
+    "module that can be imported": lambda: in_place_of(sys.modules["torch.nn.modules.linear"], "F", imported),
+}
+
+
+def relu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return torch.relu(x)
+
+
+def rolling_class(old: Any) -> type:
+    return type(old.__name__, (), {"__new__": lambda cls, *a, **named: old(*a, **named).roll(1, 0)})
+
+
+def rolling_method(old: Any) -> Any:
+    return types.MethodType(lambda self, *a, **named: old(*a, **named).roll(1, 0), object())
+
+
+@WHEN
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_in_the_place_of_functions(name: str, when: str) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    plain, original = call.run(tower), copy.deepcopy(tower)
+    with contextlib.ExitStack() as stack, mock.patch.dict(sys.modules):
+        handle = fused_when(tower, when, lambda: stack.enter_context(OBJECTS[name]()), call)
+        expected = call.run(original)
+        assert_bitwise(call.run(tower), expected)
+    assert any(error_of(expected[n], plain[n]) > 1e-5 for n in plain)
+    assert sum(handle.stats()["original"].values()) == 1
+    assert handle.stats()["original"].keys() <= {fallback.FOREIGN_CODE, fallback.MODIFIED}
+    assert_bitwise(call.run(original), plain)
+
+
+def test_a_cache_holds_what_it_calls() -> None:
+    def inner() -> None: ...
+
+    cached = functools.lru_cache(inner)
+    assert held_function(cached) is inner
+    cached.__wrapped__ = relu
+    assert held_function(cached) is cached
+
+
+def test_an_operator_is_found_under_its_own_name() -> None:
+    operator = torch.ops.fusedvit_tests.minus
+    assert is_operator(operator, torch.ops.fusedvit_tests, "minus")
+    assert not is_operator(operator, torch.ops.fusedvit_tests, "plus")
+    assert not is_operator(operator, nn.functional, "minus")
