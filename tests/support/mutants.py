@@ -284,8 +284,8 @@ MUTANTS = (
     Mutant(
         "functions of C behind torch's",
         TORCHS,
-        "                    self._follow_of_c(module, name)",
-        "                    pass",
+        "                self._follow_names_of(module, mentioned & functions_of_c(module))",
+        "                pass",
         "hf/own_code:functions_of_c",
     ),
     Mutant(
@@ -329,11 +329,17 @@ MUTANTS = (
         'not home.__module__.startswith(("torch.", *self.engine.packages))',
         "hf/changed_in_place:a_base",
     ),
-    _never(
-        "descriptors",
-        HELD,
-        "value is not None and first and not isinstance(value, _METHODS)",
-        "hf/changed_in_place:what_every",
+    _never("descriptors", HELD, "first and value is not None", "hf/changed_in_place:what_every"),
+    _never("properties", HELD, "first and isinstance(value, _METHODS)", "hf/own_code_objects:objects_in"),
+    Mutant(
+        "caches that lie",
+        OWNERS,
+        "any(held is inner for held in gc.get_referents(value))",
+        "True",
+        "hf/own_code_objects:a_cache",
+    ),
+    Mutant(
+        "objects to call", OWNERS, "return callable(value) or root", "return root", "hf/own_code_objects:objects_in"
     ),
     Mutant(
         "lookups of a registry",
