@@ -119,7 +119,8 @@ class FusedEncoder:
     ) -> Answer | None:
         """Runs a call of `tower` fused: what the `forward` of a fused tower calls, and an engine's adapter.
 
-        Every call is counted, however it ends.
+        Every call is counted, however it ends. One exception: a call is left out if a signal's handler raises while the
+        call is counted.
 
         Args:
             tower: the module whose `forward` was called: the handle's tower, or a copy that shares its attributes.

@@ -16,11 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from fusedvit.checks.ownership import ORIGINAL, fused_class
+from fusedvit.checks.ownership import ORIGINAL, fused_class, own_class
 
 _ATTENDED = {"query", "key", "value"}  # parameters of every attention function
-_HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`outputs` sees to the first)
+HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`outputs` sees to the first)
 _REGISTRY = "transformers.modeling_utils"  # where attention functions are registered
+_CAPTURING = "transformers.utils.output_capturing"  # where outputs that can be recorded are registered
+# Output -> the option that asks for it, where that is not `output_<name>`.
+_OPTIONS = dict.fromkeys(("cross_attentions", "mask_decoder_attentions"), "output_attentions")
 
 
 @dataclass(frozen=True)
@@ -32,38 +35,65 @@ class ArgumentRules:
         precomputed: names in `read` of tensors that are otherwise computed from `grid_thw`.
         given: names in `read` that the tower's code itself passes to functions, so that a caller's argument would be a
             duplicate, even None. For any other name, None is the same as no argument.
-        recorded: (name, whether any module of the tower gives it) of what the output record holds if `output_<name>` is
-            true, in the record's order. If no module gives it, Hugging Face's record holds an empty tuple.
-        options: `output_<name>` for each entry of `recorded`.
     """
 
     read: frozenset[str]
     precomputed: frozenset[str]
     given: frozenset[str]
-    recorded: tuple[tuple[str, bool], ...]
-    options: tuple[str, ...]
 
 
 _known: weakref.WeakKeyDictionary[type, dict[Any, ArgumentRules]] = weakref.WeakKeyDictionary()
 
 
 def rules_of(tower: nn.Module) -> ArgumentRules:
-    """The rules of `tower`, cached by its class and attention implementation."""
-    cls, attention = type(tower), configured(tower.__dict__.get("config"), "_attn_implementation")
-    known = _known.get(cls)
-    if known is None:
-        known = _known[cls] = {}
-    rules = known.get(attention)
-    if rules is None:
-        rules = known[attention] = _find_rules(cls, frozenset(map(type, tower.modules())), attention)
-    return rules
+    """The rules of `tower`: those of `keep_rules`, else found by reading its code as it is now, in a few ms."""
+    attention = configured(tower.__dict__.get("config"), "_attn_implementation")
+    return _known.get(own_class(type(tower)), {}).get(attention) or _find_rules(tower, attention)
 
 
-def asked_for(tower: nn.Module, rules: ArgumentRules, given: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """The entries of `rules.recorded` that the call or the tower's config asks for."""
+def keep_rules(tower: nn.Module) -> None:
+    """Keeps the rules of a tower whose code is the engine's own, by its class and attention implementation.
+
+    Rules of replaced code are never kept: they would still hold for the original code once it is back.
+    """
+    attention = configured(tower.__dict__.get("config"), "_attn_implementation")
+    known = _known.setdefault(own_class(type(tower)), {})
+    if attention not in known:
+        known[attention] = _find_rules(tower, attention)
+
+
+def asked_for(tower: nn.Module, given: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The entries of `recordable` that the call or the tower's config asks for, in the output record's order."""
     config = tower.__dict__.get("config")
-    options = zip(rules.recorded, rules.options, strict=True)
-    return [entry for entry, name in options if (given[name] if name in given else configured(config, name))]
+    found = []
+    for name, specs in recordable(tower).items():
+        option = option_of(name)
+        if given[option] if option in given else configured(config, option):
+            found.append((name, specs))
+    return found
+
+
+def recordable(tower: nn.Module) -> Mapping[str, Any]:
+    """What transformers can record of `tower`, by name, and of which modules. Read at each call, as it does: the class
+    may have gained an entry."""
+    registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", None)
+    found = None if registry is None else dict.get(registry, str(type(tower)))  # its own `get` differs among releases
+    return found or {}
+
+
+def option_of(name: str) -> str:
+    """The argument, or option of a config, that asks for an entry of `recordable`."""
+    return _OPTIONS.get(name) or f"output_{name}"
+
+
+def gives(tower: nn.Module, specs: Any) -> bool:
+    """Whether any module of `tower` gives what `specs`, of an entry of `recordable`, record. If none does, Hugging
+    Face's record holds an empty tuple."""
+    for spec in specs if isinstance(specs, list) else [specs]:
+        target = getattr(spec, "target_class", spec)
+        if not isinstance(target, type) or any(isinstance(module, target) for module in tower.modules()):
+            return True
+    return False
 
 
 def configured(config: object, name: str) -> Any:
@@ -78,12 +108,13 @@ def configured(config: object, name: str) -> Any:
     return getattr(config, name, False) if hasattr(type(config), name) else False
 
 
-def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> ArgumentRules:
+def _find_rules(tower: nn.Module, attention: str | None) -> ArgumentRules:
+    cls = type(tower)
     fused = fused_class(cls)
     original: Any = cls if fused is None else vars(fused)[ORIGINAL]
     roots = [*_chain(original.forward)]
     if _hands_on(roots[-1]):
-        for module in inner:
+        for module in {*map(type, tower.modules())}:
             if module is not cls:
                 roots += _chain(getattr(module, "forward", None))
         roots += _chain(_attention_function(attention))
@@ -100,25 +131,13 @@ def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> Arg
             attended |= _required(function)
         read |= names
     precomputed -= attended  # a helper may use one of these names as a keyword in an unrelated call
-    recorded = getattr(cls, "_can_record_outputs", None) or {}
-    entries = tuple((name, _gives(specs, inner)) for name, specs in recorded.items())
-    options = tuple(f"output_{name}" for name, _ in entries)
-    read -= {*_HARMLESS, *options}
-    return ArgumentRules(frozenset(read), frozenset(precomputed), frozenset(given), entries, options)
+    read -= {*HARMLESS, *map(option_of, recordable(tower))}
+    return ArgumentRules(frozenset(read), frozenset(precomputed), frozenset(given))
 
 
 def _attention_function(implementation: str | None) -> Any:
     registry = getattr(sys.modules.get(_REGISTRY), "ALL_ATTENTION_FUNCTIONS", {})
     return registry.get(implementation) if implementation in registry else None
-
-
-def _gives(specs: Any, inner: frozenset[type]) -> bool:
-    """Whether `specs`, an entry of `_can_record_outputs`, record the output of a module of the classes `inner`."""
-    for spec in specs if isinstance(specs, list) else [specs]:
-        target = getattr(spec, "target_class", spec)
-        if not isinstance(target, type) or any(issubclass(cls, target) for cls in inner):
-            return True
-    return False
 
 
 def _chain(function: Any) -> Iterator[FunctionType]:

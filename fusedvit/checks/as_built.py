@@ -9,9 +9,9 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import prod
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import nn
 from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import OwnCode
-from fusedvit.checks.ownership import is_own, name_of, own_class
+from fusedvit.checks.ownership import describe, is_of_python, is_own, name_of, own_class
+from fusedvit.checks.source_code import Definition, definition_of
 from fusedvit.errors import attempted, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
@@ -50,6 +51,7 @@ CAUSAL = "is_causal"
 DROPOUT = "attention_dropout"  # applied only in training mode
 _REGISTRIES = (dict, OrderedDict)  # an OrderedDict in modules that an older torch has pickled
 _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
+_MOST_KEPT = 32  # structures
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # casting a tower rounds its rotary frequencies for good
 _NOT_READ = {*vars(nn.Module()), "config"}  # compared separately
 
@@ -65,8 +67,22 @@ class Built:
 
     @staticmethod
     def like(tower: nn.Module) -> "Built":
-        """The structure of a tower with the class and config of `tower`, built on the meta device once per config."""
-        return _built(own_class(type(tower)), _Config(repr(vars(tower.config)), tower.config))
+        """The structure of a tower with the class and config of `tower`: the one that is kept, or built on the meta
+        device.
+
+        Raises:
+            ValueError: a constructor that would run is neither torch's nor the engine's.
+        """
+        return _kept.get(_key(tower)) or _built(tower)
+
+    def keep(self, tower: nn.Module) -> None:
+        """Keeps a structure that `tower` agrees with, for other towers of its class and config.
+
+        One that disagrees may come from something that was replaced while it was built.
+        """
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        _kept[_key(tower)] = self
 
     @staticmethod
     def of(tower: nn.Module, engine: Engine = HUGGING_FACE) -> "Built":
@@ -90,20 +106,32 @@ class Built:
         )
 
 
-@dataclass(frozen=True)
-class _Config:
-    """A config, identified by its text."""
-
-    text: str
-    config: Any = field(compare=False)
+_kept: dict[tuple[type, str], Built] = {}  # by class and the config's text
 
 
-@functools.lru_cache(maxsize=32)
-def _built(cls: Callable[[Any], nn.Module], key: _Config) -> Built:
-    config = copy.deepcopy(key.config)
+def _key(tower: nn.Module) -> tuple[type, str]:
+    return own_class(type(tower)), repr(vars(tower.config))
+
+
+def _built(tower: nn.Module) -> Built:
+    _refuse_constructors(tower)  # first, as this takes a hundredth of the time of building
+    config: Any = copy.deepcopy(tower.config)
     config._attn_implementation_internal = "eager"  # the constructor may refuse other implementations
     with torch.device("meta"):
-        return Built.of(cls(config))
+        built = own_class(type(tower))(config)
+    _refuse_constructors(built)
+    return Built.of(built)
+
+
+def _refuse_constructors(tower: nn.Module) -> None:
+    """Raises ValueError if the constructor of a class in `tower` has been replaced: both `tower` and one built now may
+    come from it, and agree."""
+    for cls in dict.fromkeys(own_class(type(m)) for m in tower.modules()):
+        for home in cls.__mro__:
+            function = vars(home).get("__init__")
+            expected = Definition(home.__module__, f"{home.__qualname__}.__init__")
+            if isinstance(function, FunctionType) and not is_of_python(home) and definition_of(function) != expected:
+                raise ValueError(f"{name_of(home)}.__init__ is {describe(function)}")
 
 
 def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:

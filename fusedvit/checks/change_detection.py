@@ -120,6 +120,7 @@ class Snapshot:
         buffers: every buffer that the tower computes with.
         embedding: the registry of `hooks_on_embedding`.
         classes: the class of each of `classed`, which an assignment to `__class__` changes.
+        checkpointing: modules that may be checkpointed, and whether by others: see `module_calls`.
         classed: every inner module once, the configs of all modules, and accelerate's hooks.
         homes: `__dict__` of each of `classed`.
         attributes: attributes of modules and of the config that a forward reads.
@@ -141,6 +142,7 @@ class Snapshot:
     parameters: Tensors
     buffers: Tensors
     embedding: dict[int, Any]
+    checkpointing: tuple[list[nn.Module], list[bool]]
     classes: list[type]
     classed: tuple[Any, ...]
     homes: tuple[dict[str, Any], ...]
@@ -163,6 +165,7 @@ class Snapshot:
         """
         modules = list(tower.modules())
         inner = modules[1:]
+        checkpointing = list(filter(module_calls.may_checkpoint, inner))
         read = dict.fromkeys(module for _, module in adapters.modules_read(tower))
         configs = _configs_of(modules)
         classed = (*inner, *configs, *(hook for m in inner for hook in accelerate_hooks.hooks_of(m)))
@@ -182,6 +185,7 @@ class Snapshot:
             parameters=Tensors.of((m._parameters, name) for m in read for name in m._parameters),
             buffers=Tensors.of((m._buffers, name) for m in read for name in m._buffers if name in buffers),
             embedding=hooks_on_embedding(tower),
+            checkpointing=(checkpointing, list(map(module_calls.is_checkpointed_by_others, checkpointing))),
             classes=list(map(type, classed)),
             classed=classed,
             homes=tuple(map(vars, classed)),
@@ -259,6 +263,7 @@ class Snapshot:
             and self.hidden[0].isdisjoint(self.hidden[1])
             and self.parameters.entries.unchanged()
             and self.buffers.entries.unchanged()
+            and list(map(module_calls.is_checkpointed_by_others, self.checkpointing[0])) == self.checkpointing[1]
         )
         self.written.versions = versions if unchanged else None
         return unchanged

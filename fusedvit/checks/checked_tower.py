@@ -9,6 +9,7 @@ from torch import nn
 from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import hooks_of
 from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded, modules_read, not_dense
+from fusedvit.checks.arguments import keep_rules
 from fusedvit.checks.as_built import (
     Built,
     wrong_attributes,
@@ -79,16 +80,22 @@ class CheckedTower:
         if isinstance(found, Reason):
             return found
         plain, built = found
+        wrong = wrong_modules(plain, built, self.family, self.spec)
         self._code = own_code(plain, self.family.engine)
-        self._by_state = True
+        self._by_state = not wrong or bool(self._code.foreign)
+        if wrong:
+            return Reason(fallback.MODIFIED, wrong)
         if self._code.foreign:
             return Reason(fallback.FOREIGN_CODE, self._code.foreign)
+        keep_rules(self.tower)
         reason = _reason_of_parameters(plain.parameters())
         if reason is not None:
             return reason
         wrong = wrong_attributes(plain, built, self.family, self.spec, self._code)
         if not wrong:
             self._by_state = False
+            if self.built is None:
+                built.keep(self.tower)
             wrong = wrong_buffers(self.tower, self.family, self.spec, self._code.names)
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 
@@ -114,8 +121,7 @@ class CheckedTower:
         built = attempted(lambda: Built.like(tower)) if self.built is None else self.built
         if isinstance(built, Exception):  # a constructor of transformers may raise anything for a changed config
             return Reason(fallback.MODIFIED, f"transformers builds no such tower from its config: {built}")
-        wrong = wrong_modules(plain, built, family, spec)
-        return Reason(fallback.MODIFIED, wrong) if wrong else (plain, built)
+        return plain, built
 
     def refusal(self) -> Reason | None:
         """Why weights could not be prepared although `reason` finds nothing, or None. In fp16 it prepares them to find

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.checks.arguments import asked_for, rules_of
+from fusedvit.checks.arguments import HARMLESS, asked_for, gives, option_of, recordable, rules_of
 from fusedvit.checks.forward_hooks import marks_for_gradients
 from fusedvit.errors import BEYOND_FP16, EMPTY_ITEMS, ODD_POSITIONS, SPARSE, Reason
 from fusedvit.families.registry import family_of
@@ -127,17 +127,18 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
 
 
 def _reason_of_arguments(module: torch.nn.Module, extra: Mapping[str, Any]) -> Reason | None:
-    rules = rules_of(module)
-    for name, given in asked_for(module, rules, extra):
+    for name, specs in asked_for(module, extra):
         if name == "hidden_states":
             wants_dict = extra.get("return_dict", getattr(module.__dict__.get("config"), "return_dict", True))
             if wants_dict is False:
                 return Reason(HIDDEN_STATES, "return_dict=False")
-        elif given:
+        elif gives(module, specs):
             return Reason(ATTENTIONS) if name == "attentions" else Reason(UNKNOWN_ARGUMENTS, f"output_{name}")
-    if not extra or rules.read.isdisjoint(extra):
+    names = extra.keys() - HARMLESS - {*map(option_of, recordable(module))} if extra else ()
+    if not names:
         return None
-    read = {name for name in rules.read.intersection(extra) if extra[name] is not None or name in rules.given}
+    rules = rules_of(module)
+    read = {name for name in rules.read.intersection(names) if extra[name] is not None or name in rules.given}
     instead = sorted(name for name in read & rules.precomputed if extra[name] is not None)
     if instead:
         return Reason(PRECOMPUTED, ", ".join(instead))

@@ -1,23 +1,34 @@
-"""Checks the functions that run when a module is called, before `forward`: torch's own, or replacements on instances.
+"""Checks the functions that run when a module is called, before or around `forward`: torch's own, or replacements.
 
 `module.compile()` stores a function on the instance that compiles the module's call. If torch created it for its own
 compiler, it computes what the module computes; a third-party backend may compute anything.
+
+Gradient checkpointing gives a block's `forward` to a function that the block holds. torch's computes the same; a user's
+own may compute anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedvit.checks.source_code import Definition, definition_of
+from fusedvit.checks.ownership import describe, is_torchs
+from fusedvit.checks.source_code import Definition, definition_of, wrapped_by
 
 COMPILED = "_compiled_call_impl"  # if it is not None, `__call__` runs nothing else
 CALL = ("__call__", "_call_impl", "_wrapped_call_impl", COMPILED)
 OF_INSTANCES = frozenset({*CALL[1:], "_slow_forward"})  # without `__call__`, which Python finds on the class only
 _WRAPPER = Definition("torch._dynamo.eval_frame", "_TorchDynamoContext.__call__.<locals>.compile_wrapper")
 _PLAIN = (int, float, str, type(None))  # other options, such as passes over the graph, may change what is computed
+# A class's flag, and the function that its blocks then run in training mode, if gradients are enabled.
+CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
+_CHECKPOINT = Definition("torch.utils.checkpoint", "checkpoint")
+_OFFLOADED_CHECKPOINT = Definition(  # transformers' own around torch's
+    "transformers.modeling_utils", "PreTrainedModel._activation_checkpointing_enable.<locals>.checkpoint_func"
+)
 
 
 def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
@@ -28,12 +39,49 @@ def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
             yield f"{path}.{name} is an attribute of the instance, expected the method of its class"
         elif value is not None and not _is_call_of(value, module) and not _is_compiled_by_torch(value, module):
             yield f"{path} is compiled by another backend than torch's inductor ({path}.{name})"
+    if is_checkpointed_by_others(module):
+        function = getattr(module, CHECKPOINTING[1], None)
+        function = function.func if isinstance(function, partial) else function
+        yield f"{path}.{CHECKPOINTING[1]} is {describe(function)}, expected torch's checkpoint"
+
+
+def may_checkpoint(module: nn.Module) -> bool:
+    """Whether the class of `module` is one whose blocks may be checkpointed."""
+    return hasattr(type(module), CHECKPOINTING[0])
+
+
+def is_checkpointed_by_others(module: nn.Module) -> bool:
+    """Whether the next call of `module` with gradients enabled runs a checkpointing function that is not torch's."""
+    if not may_checkpoint(module) or not module.training or not getattr(module, CHECKPOINTING[0]):
+        return False
+    return not _is_torchs_checkpoint(getattr(module, CHECKPOINTING[1], None))
+
+
+def _is_torchs_checkpoint(function: object) -> bool:
+    """Whether `function` is torch's checkpoint, with plain options: a `context_fn` may change what is computed."""
+    if type(function) is partial:
+        if function.args or not all(isinstance(option, _PLAIN) for option in function.keywords.values()):
+            return False
+        function = function.func
+    if not isinstance(function, FunctionType):
+        return False
+    if definition_of(function) == _OFFLOADED_CHECKPOINT:
+        function = function.__globals__.get("checkpoint")
+    innermost = function
+    while isinstance(innermost, FunctionType) and (inner := wrapped_by(innermost)) is not None:
+        innermost = inner
+    return isinstance(function, FunctionType) and is_torchs(function) and definition_of(innermost) == _CHECKPOINT
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """The slot of an instance's compiled call, for change detection."""
     if COMPILED in vars(module):
         yield vars(module), COMPILED
+
+
+def class_slots(modules: Iterable[nn.Module]) -> Iterator[tuple[type, str]]:
+    """Slots of the classes of `modules` that decide on checkpointing; instances may have entries of their own."""
+    yield from ((cls, name) for cls in {type(m) for m in modules if may_checkpoint(m)} for name in CHECKPOINTING)
 
 
 def _is_call_of(value: object, module: nn.Module) -> bool:

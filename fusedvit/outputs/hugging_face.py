@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.checks.arguments import asked_for, configured, rules_of
+from fusedvit.checks.arguments import asked_for, configured, gives, recordable
 from fusedvit.checks.forward_hooks import marks_for_gradients
 from fusedvit.checks.recorded import version_of
 from fusedvit.fused_encoder import FusedEncoder
@@ -41,10 +41,10 @@ def to_hugging_face(
         hidden, *merged = with_gradients((outputs.hidden, *outputs.merged))
         outputs = EncoderOutputs(hidden, tuple(merged))
     record = _record(original, handle, outputs)
-    for name, given in asked_for(tower, rules_of(tower), arguments):
-        if name != HIDDEN_STATES:
+    for name, specs in asked_for(tower, arguments):
+        if name != HIDDEN_STATES or not gives(tower, specs):
             record[name] = ()  # as Hugging Face records if no module gives any; other calls have fallen back
-        elif given:
+        else:
             record = with_lazy_hidden_states(record, _hidden_states(original, tower, handle, call, record))
     wants_dict = arguments.get("return_dict", getattr(tower.config, "return_dict", True))
     return record.to_tuple() if wants_dict is False else record
@@ -111,7 +111,7 @@ def _hidden_states(
 
 def _count(tower: nn.Module) -> int | None:
     """How many hidden states transformers records for a tower: each block's output, and the first block's input."""
-    recorded: Any = (getattr(tower, "_can_record_outputs", None) or {}).get(HIDDEN_STATES)
+    recorded = recordable(tower).get(HIDDEN_STATES)
     return 1 + sum(isinstance(m, recorded) for m in tower.modules()) if isinstance(recorded, type) else None
 
 
@@ -161,7 +161,7 @@ def _options_of_capturing(tower: nn.Module, selected: bool) -> dict[str, Any]:
     """
     names = ["tie_last_hidden_states"]
     if selected:
-        specs = (getattr(tower, "_can_record_outputs", None) or {}).get(HIDDEN_STATES)
+        specs = recordable(tower).get(HIDDEN_STATES)
         names.append(getattr(specs, "num_hidden_layers_key", "num_hidden_layers"))
     return {name: getattr(tower.config, name, None) for name in names}
 

@@ -1,5 +1,6 @@
 """A call's arguments: parents' keywords that nothing reads, keywords that something does, shapes of pixels."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 import fusedvit
 from fusedvit.bench.towers import inputs_of
+from fusedvit.checks import arguments
 from fusedvit.checks.arguments import rules_of
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
 from tests.support.towers import (
@@ -115,3 +117,50 @@ def test_shapes_of_pixels(name: str, shape: str) -> None:
         assert_same(found, expected)
     else:
         assert isinstance(found, ValueError) and "pixel" in str(found), found
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+@pytest.mark.parametrize("place", ["class", "in place"])
+def test_an_output_that_a_class_records_later(by: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a tower of the class was called, the class gains an entry, which its next instance registers."""
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["video"])
+    handle = fusedvit.fuse(tower)
+    call.record(tower)
+    cls = type(original)
+    later = cls._can_record_outputs | {"mlps": type(tower.blocks[0].mlp)}
+    if place == "class":
+        monkeypatch.setattr(cls, "_can_record_outputs", later)
+    else:
+        monkeypatch.setitem(cls._can_record_outputs, "mlps", later["mlps"])
+    cls(copy.deepcopy(tower.config))
+    try:
+        given = {"output_mlps": True} if by == "argument" else {}
+        for each in (tower, original):
+            each.config.output_mlps = by == "config"
+        ours, theirs = call.record(tower, **given), call.record(original, **given)
+    finally:
+        monkeypatch.undo()
+        cls(copy.deepcopy(tower.config))  # registers what the class had
+    assert [*ours] == [*theirs] and "mlps" in ours
+    assert handle.stats()["fused"] == 1 and handle.stats()["original"] == {"unknown arguments": 1}
+
+
+def test_keywords_that_replaced_code_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a first tower's replaced `forward` ignores is read again once the original code is back."""
+    tower = tiny_tower()
+    call, cls = Call.of(tower, GRIDS["video"]), type(tower)
+    fusedvit.fuse(tower)
+    arguments._known.pop(cls, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", lambda self, pixels, grid, **kwargs: None)
+        tower(call.pixels, call.grid, cu_seqlens=None, colour=1)
+    assert "cu_seqlens" in rules_of(tower).read
+
+
+def test_rules_are_found_once() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["video"])
+    fusedvit.fuse(tower)
+    call.record(tower)
+    assert rules_of(tower) is rules_of(tower)

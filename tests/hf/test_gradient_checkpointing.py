@@ -4,8 +4,10 @@
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedvit
 from fusedvit.checks import fallback
+from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.data_parallel import DataParallelEncoder
 from tests.support.families import INSTALLED, class_of, each_of, family_tower
-from tests.support.towers import Call, Grid, assert_same, bits, copy_of, outputs_of, ran_fused, ran_original
+from tests.support.towers import Call, Grid, assert_same, bits, copy_of, outcome, outputs_of, ran_fused, ran_original
 
 STRICT = fusedvit.FuseConfig(strict=True)
 MIX: Grid = [(1, 4, 6), (1, 2, 2)]
@@ -280,3 +283,79 @@ def test_a_deep_copy_keeps_the_mark() -> None:
     copied = copy.deepcopy(tower)
     assert call.record(copied).pooler_output.requires_grad
     ran_fused(fusedvit.fuse(copied), calls=1)
+
+
+def mine(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args) * 1.5
+
+
+def on_one_block(tower: Any) -> None:
+    tower.blocks[1].gradient_checkpointing, tower.blocks[1]._gradient_checkpointing_func = True, mine
+
+
+def with_contexts(tower: Any) -> None:
+    def contexts() -> tuple[Any, Any]:
+        return torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.bfloat16)
+
+    tower.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+
+OWN_CHECKPOINTS: dict[str, Callable[[Any], object]] = {
+    "a function": lambda tower: tower._set_gradient_checkpointing(True, mine),
+    "a partial function": lambda tower: tower._set_gradient_checkpointing(True, functools.partial(mine, a=1)),
+    "another of torch's": lambda tower: tower._set_gradient_checkpointing(True, torch.utils.checkpoint.noop_context_fn),
+    "on one block": on_one_block,
+    "contexts": with_contexts,
+}
+
+
+@pytest.mark.parametrize("change", OWN_CHECKPOINTS.values(), ids=OWN_CHECKPOINTS)
+@pytest.mark.parametrize("name", [NAME, "Qwen3VLVisionModel"])
+def test_a_checkpointing_function_of_ones_own(name: str, change: Callable[[Any], object]) -> None:
+    """It runs as in Hugging Face's tower; in evaluation nothing runs it, and with torch's the tower is fused again."""
+    tower = family_tower(name).train()
+    original, handle, call = copy_of(tower), fusedvit.fuse(tower), Call.of(tower, MIX)
+    call.record(tower)
+    ran_fused(handle, calls=1)
+    change(tower)
+    change(original)
+    expected, found = (outcome(lambda each: planes(call.record(each)), each) for each in (original, tower))
+    if isinstance(expected, dict):
+        assert_same(found, expected)
+    else:
+        assert type(found) is type(expected)
+    assert handle.stats()["fused"] == 1 and "_gradient_checkpointing_func is" in str(handle.reason())
+    tower.eval()
+    call.record(tower)
+    tower.train()
+    tower.gradient_checkpointing_enable()
+    call.record(tower)
+    assert handle.stats()["fused"] == 3 and handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+def test_a_checkpointing_function_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = family_tower(NAME).train()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, MIX)
+    call.record(tower)
+    cls = type(tower.blocks[0])
+    monkeypatch.setattr(cls, "_gradient_checkpointing_func", staticmethod(mine), raising=False)
+    monkeypatch.setattr(cls, "gradient_checkpointing", True)
+    call.record(tower)
+    ran_original(handle, fallback.FOREIGN_CODE)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_transformers_own_checkpointing(offload: bool) -> None:
+    """Switched off and on again, as trainers do around evaluations, it is not judged again."""
+    tower = family_tower(NAME).train()
+    tower._set_gradient_checkpointing(False)
+    handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, MIX)
+    call.record(tower)
+    with mock.patch.object(CheckedTower, "reason", side_effect=AssertionError("judged again")):
+        for _ in range(2):
+            options = {"offload": True} if offload else {}
+            getattr(tower, "activation_checkpointing_enable", tower.gradient_checkpointing_enable)(**options)
+            call.record(tower)
+            tower._set_gradient_checkpointing(False)
+            call.record(tower)
+    ran_fused(handle, calls=5)

@@ -19,7 +19,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fusedvit
-from fusedvit.checks import fallback
+from fusedvit.checks import as_built, fallback
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.own_code.operators import operators_in
@@ -725,3 +725,61 @@ def test_a_module_that_another_thread_imports_meanwhile(monkeypatch: pytest.Monk
         assert fusedvit.fuse(tiny_tower()).reason() is None
     finally:
         sys.modules.pop("zz_imported_meanwhile", None)
+
+
+def other_gelu(patch: pytest.MonkeyPatch, tower: Any) -> None:
+    old = nn.functional.gelu
+    patch.setattr(nn.functional, "gelu", lambda x, approximate="none": old(x, approximate=approximate))
+
+
+def other_activation(patch: pytest.MonkeyPatch, tower: Any) -> None:
+    registry = importlib.import_module("transformers.activations").ACT2FN
+    patch.setitem(registry, "gelu_pytorch_tanh", registry["silu"].__class__)
+
+
+def other_class(patch: pytest.MonkeyPatch, tower: Any) -> None:
+    """Another class of transformers' own in place of the one that a tower is built of."""
+    home = modeling()
+    patch.setattr(home, "Qwen3VLVisionMLP", home.Qwen3VLTextMLP)
+
+
+def other_constructor(patch: pytest.MonkeyPatch, tower: Any) -> None:
+    cls = type(tower.blocks[0].attn)
+    old = cls.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        old(self, *args, **kwargs)
+        self.scaling *= 2
+
+    patch.setattr(cls, "__init__", init)
+
+
+@pytest.mark.parametrize("spoil", [other_gelu, other_activation, other_class, other_constructor])
+def test_what_was_replaced_at_the_first_check_only(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is kept: the same tower and new ones run fused once it is gone."""
+    tower = tiny_tower()
+    monkeypatch.setattr(as_built, "_kept", {})
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["video"])
+    with monkeypatch.context() as patch:
+        spoil(patch, tower)
+        call.run(tower)
+        assert handle.stats()["fused"] == 0 and not as_built._kept
+    call.run(tower)
+    other = tiny_tower()
+    fusedvit.fuse(other, STRICT)
+    call.run(other)
+    assert handle.stats()["fused"] == 1 and len(as_built._kept) == 1
+
+
+def test_a_tower_that_a_replaced_constructor_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One built to compare with comes from the same constructor, and would agree."""
+    monkeypatch.setattr(as_built, "_kept", {})
+    with monkeypatch.context() as patch:
+        other_constructor(patch, tiny_tower())
+        tower = tiny_tower()
+        original, call = copy.deepcopy(tower), Call.of(tower, GRIDS["video"])
+        handle = fusedvit.fuse(tower)
+        assert_bitwise(call.run(tower), call.run(original))
+        assert "Qwen3VLVisionAttention.__init__ is" in str(handle.reason())
+    call.run(tower)
+    assert handle.stats()["fused"] == 0 and "scaling" in str(handle.reason())

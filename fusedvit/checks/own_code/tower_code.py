@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 
-from fusedvit.checks import accelerate_hooks, adapters
+from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import Findings, OwnCode
 from fusedvit.checks.own_code.instances import follow_attributes, follow_calls, follow_classes, follow_ours
@@ -46,7 +46,7 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     hooks = accelerate_hooks.code_slots(plain)
     return OwnCode(
         found.foreign or layers.foreign or ours.foreign,
-        (*(slots | layers.slots).values(), *hooks),
+        (*(slots | layers.slots).values(), *hooks, *module_calls.class_slots(inner)),
         tuple(found.registries),
         tuple((found.functions | layers.functions | accelerate_hooks.functions_of(hooks)).values()),
         frozenset(found.names | found.optional | engine.values.keys() | engine.objects.keys()),

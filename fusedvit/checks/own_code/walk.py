@@ -6,7 +6,7 @@ from types import FunctionType, ModuleType
 
 from torch import nn
 
-from fusedvit.checks.module_calls import COMPILED
+from fusedvit.checks.module_calls import CHECKPOINTING, COMPILED
 from fusedvit.checks.own_code.findings import CALLED, Findings
 from fusedvit.checks.own_code.torch_names import TorchNames
 from fusedvit.checks.ownership import (
@@ -46,7 +46,7 @@ _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimpl
 _HARMLESS_BUILTINS = {"print", "input"}  # some programs replace them to suppress output
 _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # their classes' other methods do not compute
 _CHECKPOINTING = "GradientCheckpointingLayer"  # wraps the `forward` of every derived class
-_FOR_GRADIENTS = {"gradient_checkpointing", "_gradient_checkpointing_func"}  # only recompute the same for gradients
+_FOR_GRADIENTS = {*CHECKPOINTING}  # `module_calls` judges them: torch's function only recomputes the same
 _CONTEXTS = "torch.utils._contextlib"  # its wrapper enters a context around a function
 
 
