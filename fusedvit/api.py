@@ -113,14 +113,7 @@ def _fuse_in_turn(tower: nn.Module, config: FuseConfig | None, processor: Any) -
         if fused_class(type(tower)) is not None:
             return _fuse_again(known, config, processor)
         unfuse(tower)  # an interrupted `unfuse` left a handle that no call reaches
-    handle = _fuse(tower, config or FuseConfig())
-    if processor is not None:
-        try:
-            _take_bytes(handle, processor)
-        except BaseException:
-            unfuse(tower)
-            raise
-    return handle
+    return _fuse(tower, config or FuseConfig(), processor)
 
 
 def _fuse_again(known: FusedEncoder, config: FuseConfig | None, processor: Any) -> FusedEncoder:
@@ -149,7 +142,7 @@ def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
         handle.processors.append(processor)
 
 
-def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
+def _fuse(tower: nn.Module, config: FuseConfig, processor: Any) -> FusedEncoder:
     original = own_class(type(tower))
     family = family_of(original.__name__)
     if family is None:
@@ -161,10 +154,12 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     handle, fused = FusedEncoder(tower, family, spec, config), _fused_class(original)
     try:
         tower.__dict__[HANDLE] = handle
-        _replace_base(tower, original, fused)
+        _set_class(tower, _with_base(type(tower), original, fused))
         handle.check_reached(config.strict)
         take(handle.weights.first_parameter().device)
         handle.check_early()
+        if processor is not None:
+            _take_bytes(handle, processor)
     except BaseException:
         unfuse(tower)
         raise
@@ -257,7 +252,7 @@ def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
         raise UnsupportedModel(nothing_in(model))
     for tower in towers.values():
         handle, original = tower.__dict__.get(HANDLE), own_class(type(tower))
-        _replace_base(tower, fused_class(type(tower)) or original, original)
+        _set_class(tower, _with_base(type(tower), fused_class(type(tower)) or original, original))
         if handle is not None and handle.serves(tower):
             for given in handle.processors:
                 restore(given)
@@ -287,12 +282,6 @@ def _with_base(cls: Any, old: type, new: type) -> Any:
         known = type(cls)(cls.__name__, tuple(_with_base(base, old, new) for base in cls.__bases__), body)
         known = _rebuilt.setdefault(key, known)
     return known
-
-
-def _replace_base(tower: nn.Module, old: Any, new: Any) -> None:
-    """Replaces `old` by `new` in the class of `tower`; see `_with_base`."""
-    cls: Any = type(tower)
-    _set_class(tower, _with_base(cls, old, new))
 
 
 def _set_class(tower: nn.Module, cls: type) -> None:
@@ -335,17 +324,16 @@ def _fused_class(original: Any) -> Any:
         if handle is not None and not handle.serves(self):  # a shallow copy
             self.__dict__[HANDLE] = handle.of_copy(self)
 
-    body = {
-        "forward": _in_place_of(original.forward, forward if call is None else call(forward)),
-        "__reduce_ex__": reduce,
-        "__setstate__": set_state,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        ORIGINAL: original,
-    }
-    fused = type(original.__name__, (original,), body)
+    taking = forward if call is None else call(forward)
+    fused = _subclass(original, taking, __reduce_ex__=reduce, __setstate__=set_state)
     return fused
+
+
+def _subclass(original: Any, forward: Any, **methods: Any) -> Any:
+    """A subclass of a tower's class that has its names, another `forward`, and `methods`."""
+    body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {"forward": _in_place_of(original.forward, forward), ORIGINAL: original, **methods}
+    return type(original)(original.__name__, (original,), body)
 
 
 def _in_place_of(original: Any, forward: Any) -> Any:
@@ -399,11 +387,7 @@ def _engine_class(original: Any, call: EngineCall) -> Any:
         found = call(handle, self, *args, **kwargs)
         return original.forward(self, *args, **kwargs) if found is None else found
 
-    body = {"forward": _in_place_of(original.forward, forward), "__module__": original.__module__}
-    body |= {"__doc__": original.__doc__, ORIGINAL: original}
-    fused = type(original)(original.__name__, (original,), body)
-    fused.__qualname__ = original.__qualname__
-    return fused
+    return _subclass(original, forward)
 
 
 def _graph_may_break(name: str, strict: bool) -> bool:

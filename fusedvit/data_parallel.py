@@ -25,6 +25,7 @@ from fusedvit.runtime.item_shares import Share, in_order, shares_of
 from fusedvit.runtime.runner import on_device
 from fusedvit.tower_copies import Ran, TowerCopy, stream_on
 
+_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]  # where the result goes, a function and its arguments
 MOST_RUNS = 3  # runs of a call during which the tower changes, before it runs on the tower's own GPU alone
 
 
@@ -232,7 +233,7 @@ class _Threads:
         """Starts `act(*given)` in a thread, or runs it here if the system has no room for any; one thread at a time may
         call this."""
         found: Future[Any] = Future()
-        self._works.put(_Work(found, act, given))
+        self._works.put((found, act, given))
         if self._left:
             self._left, self._started = self._left - 1, self._started + 1  # first, as an interrupt may follow the start
             try:
@@ -249,26 +250,15 @@ class _Threads:
             self._works.put(None)
 
 
-class _Work(NamedTuple):
-    """What a thread does, and where its result goes."""
-
-    found: Future[Any]
-    act: Callable[..., Any]
-    given: tuple[Any, ...]
-
-    def run(self) -> None:
-        try:
-            self.found.set_result(self.act(*self.given))
-        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
-            self.found.set_exception(error)
-            del self  # the error's traceback holds this frame
-
-
-def _work_off(works: "SimpleQueue[_Work | None]") -> None:
+def _work_off(works: SimpleQueue[_Work | None]) -> None:
     """Does `works` until a None among them."""
     while (work := works.get()) is not None:
-        work.run()
-        del work  # it holds its copy and its rows
+        found, act, given = work
+        try:
+            found.set_result(act(*given))
+        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+            found.set_exception(error)
+        del work, found, act, given  # they hold a copy and its rows, and an error's traceback holds this frame
 
 
 def _given(copies: tuple[TowerCopy, ...], shares: list[Share], pixel_values: torch.Tensor) -> list[tuple[Any, ...]]:

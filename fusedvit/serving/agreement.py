@@ -7,7 +7,7 @@ weights. If one rank has failed, or is at another step, all raise. Ranks wait `P
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,29 +26,9 @@ FUSED, OWN, STALE, FAILED = "runs fused", "cannot run fused", "has other weights
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 
-class Group(Protocol):
-    """The ranks that share a tower, and this one's place among them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def exchange(self, text: str, seconds: float) -> list[str]:
-        """Sends `text` to every rank over the CPU; returns the texts of all, by rank.
-
-        Raises:
-            RuntimeError: another rank did not send within `seconds`, or is gone.
-        """
-
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """Fills `out`, `[size, *mine.shape]`, with every rank's `mine`, on the device."""
-
-
 @dataclass(frozen=True)
-class EngineGroup:
-    """The ranks of a `GroupCoordinator`, which both vLLM and SGLang have."""
+class Group:
+    """The ranks that share a tower, and this one's place among them."""
 
     rank: int
     size: int
@@ -56,12 +36,17 @@ class EngineGroup:
     on_device: dist.ProcessGroup
 
     @staticmethod
-    def of(coordinator: Any) -> "EngineGroup":
-        """`coordinator` is what the engine's `get_tp_group()` returns."""
+    def of(coordinator: Any) -> "Group":
+        """Of a `GroupCoordinator`, which the `get_tp_group()` of both vLLM and SGLang returns."""
         c = coordinator
-        return EngineGroup(c.rank_in_group, c.world_size, c.cpu_group, c.device_group)
+        return Group(c.rank_in_group, c.world_size, c.cpu_group, c.device_group)
 
     def exchange(self, text: str, seconds: float) -> list[str]:
+        """Sends `text` to every rank over the CPU; returns the texts of all, by rank.
+
+        Raises:
+            RuntimeError: another rank did not send within `seconds`, or is gone.
+        """
         mine = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
         said = text.encode()[:_TEXT]
         mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8, device="cpu")
@@ -72,6 +57,7 @@ class EngineGroup:
         return [bytes(rank.tolist()).rstrip(b"\0").decode(errors="replace") for rank in found]
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        """Fills `out`, `[size, *mine.shape]`, with every rank's `mine`, on the device."""
         _all_gather(out.flatten(0, 1), mine, group=self.on_device)
 
 

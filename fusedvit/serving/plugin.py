@@ -12,10 +12,11 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ _GATHER = "gather_sharded"
 _WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
 
 Patches = Mapping[str, Callable[[ModuleType], None]]
+Classes = Mapping[tuple[str, str], Family]
 
 
 def options() -> FuseConfig:
@@ -98,6 +100,27 @@ def install(patches: Patches) -> None:
     if not any(isinstance(finder, _AfterImport) and finder.patches is patches for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(patches))
     options()
+
+
+def known_classes(
+    module: ModuleType, table: Classes, wrong_in: Callable[[Any], str], engine: str, logger: logging.Logger
+) -> Iterator[tuple[Any, Family]]:
+    """The classes of `table` that `module` defines, each with its family; a class that differs from the known releases
+    is logged and left out.
+
+    Args:
+        table: (module, class) -> the family.
+        wrong_in: how a class differs from the known releases; "" if it does not.
+    """
+    for (home, name), family in table.items():
+        if home != module.__name__:
+            continue
+        cls = vars(module).get(name)
+        wrong = f"{engine} has no such class any more" if cls is None else wrong_in(cls)
+        if wrong:
+            logger.warning("fusedvit: %s runs %s's own code: %s", name, engine, wrong)
+        else:
+            yield cls, family
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:

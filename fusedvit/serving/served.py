@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from fusedvit.api import EngineCall, fuse_sharded, unfuse
 from fusedvit.checks.as_built import Built
 from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
@@ -74,50 +76,61 @@ def served_in(model: object) -> list[tuple[str, nn.Module, Served]]:
     return [(path, module, vars(module)[SERVED]) for path, module in modules if SERVED in vars(module)]
 
 
-def served_whole(
+def serve_whole(
     tower: nn.Module,
     built: Built,
     group: Group,
     make: Callable[[], tuple[nn.Module | None, str]],
     encode: Encode,
+    call: EngineCall,
     logger: logging.Logger,
-) -> tuple[Served | None, str]:
-    """A whole copy to run in a sharded tower's place, filled from the shards later; or None and why it cannot run. The
+) -> str:
+    """Lets a whole copy run in a sharded tower's place, filled from the shards later; returns why it cannot, or "". The
     result is the same on every rank.
 
     Args:
         built: `tower` as it was built.
         make: builds the copy and fuses it, or says why it cannot, or must not, be fused.
         encode: see `ShardedTower`.
+        call: see `fuse_sharded`.
 
     Raises:
         RuntimeError: this rank waited for another in vain.
     """
     whole, why_not = agreed_whole(group, make)
-    if whole is None:
-        return None, why_not
-    served: Served = vars(whole)[SERVED]
-    served.sharded = ShardedTower(tower, whole, served.handle, built, group, encode, logger)
-    vars(tower)[SERVED] = served
-    return served, ""
+    if whole is not None:
+        served: Served = vars(whole)[SERVED]
+        served.sharded = ShardedTower(tower, whole, served.handle, built, group, encode, logger)
+        vars(tower)[SERVED] = served
+        fuse_sharded(tower, served.handle, call)
+    return why_not
 
 
-def try_to_fuse(tower: nn.Module, judged: Callable[[], str], leave: Callable[[nn.Module], object]) -> str:
-    """Returns the reason why a tower cannot run fused, or "".
+def try_to_fuse(tower: nn.Module, judge: Callable[..., str], *given: Any) -> str:
+    """What `judge(tower, *given)` returns: the reason why the tower cannot run fused, or "" where it now does.
 
     An engine must start, whatever a tower holds that we did not foresee: an exception is a reason, too.
-
-    Args:
-        judged: fuses the tower and returns "", or returns the reason.
-        leave: restores the tower to the engine's own code, if `judged` raised after it had changed the tower's class.
     """
     cls = type(tower)
     try:
-        return judged()
+        return judge(tower, *given)
     except Exception as error:
         if type(tower) is not cls:
             leave(tower)
         return told(error)
+
+
+def leave(tower: nn.Module) -> None:
+    """Restores a tower to the engine's own code."""
+    unfuse(tower)
+    vars(tower).pop(SERVED, None)
+
+
+def prepare_awake(towers: Iterable[tuple[str, nn.Module, Served]], logger: logging.Logger) -> None:
+    """Prepares those of `towers` that have their weights and are not prepared."""
+    for _, tower, served in towers:
+        if not served.ready and not served.lost:
+            served.prepare(type(tower).__name__, logger)
 
 
 @contextlib.contextmanager

@@ -21,18 +21,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import fuse_sharded, fuse_tower, unfuse
+from fusedvit.api import fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.fallback import ENGINE
 from fusedvit.errors import Reason, unnamed
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.outputs.hugging_face import side_by_side
-from fusedvit.serving.agreement import EngineGroup, told
+from fusedvit.serving.agreement import Group, told
 from fusedvit.serving.engine_calls import counted, encoded, grid_of
-from fusedvit.serving.plugin import check_options, install, may_gather, options, unknown_release, wrap
-from fusedvit.serving.served import SERVED, Served, served_in, served_whole, try_to_fuse, writing, writing_part
+from fusedvit.serving.plugin import check_options, install, known_classes, may_gather, options, unknown_release, wrap
+from fusedvit.serving.served import (
+    SERVED,
+    Served,
+    prepare_awake,
+    serve_whole,
+    served_in,
+    try_to_fuse,
+    writing,
+    writing_part,
+)
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
+from fusedvit.serving.sharded import ShardedTower
 
 RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
 _BUILT = "_fusedvit_built"  # in a tower's __dict__
@@ -50,15 +60,17 @@ class Noted:
     """Facts about a tower, noted when its constructor returned.
 
     Attributes:
-        built: its structure; None where `wrong` says why it has none.
+        family: SGLang's dialect of the tower's family.
         config: its vision config.
+        built: its structure; None where `wrong` says why it has none.
         graphs: original values of the attributes that switch SGLang's own CUDA graphs on; `_note` switches them off.
         whole: builds the same tower with whole weights, not loaded yet; None where SGLang cannot.
     """
 
+    family: Family
+    config: Any
     built: Built | None
     wrong: str
-    config: Any
     graphs: Mapping[str, Any]
     whole: Callable[[], Any] | None
 
@@ -82,21 +94,12 @@ def report(scheduler: Any) -> None:
 
 
 def _patch_towers(module: ModuleType) -> None:
-    for (home, name), family in TOWERS.items():
-        if home != module.__name__:
-            continue
-        cls = getattr(module, name, None)
-        wrong = _wrong_signature(cls)
-        if wrong:
-            logger.warning("fusedvit: %s runs SGLang's own code: %s", name, wrong)
-            continue
+    for cls, family in known_classes(module, TOWERS, _wrong_signature, "SGLang", logger):
         wrap(cls, "__init__", functools.partial(_construct, cls, family))
 
 
 def _wrong_signature(cls: Any) -> str:
     """How a tower's class differs from the known releases; "" if it does not."""
-    if cls is None:
-        return "SGLang has no such class any more"
     built, called = inspect.signature(cls.__init__).parameters, inspect.signature(cls.forward).parameters
     if not {"vision_config", "config"} & built.keys():
         return f"its constructor takes {[*built]}, expected vision_config or config among them"
@@ -125,7 +128,7 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
     again = (
         functools.partial(_build_whole, cls, original, bound) if _DATA_PARALLEL in bound.signature.parameters else None
     )
-    vars(tower)[_BUILT] = _note(tower, config, again), family
+    vars(tower)[_BUILT] = _note(tower, family, config, again)
 
 
 def _wrong_loaders() -> str:
@@ -149,7 +152,7 @@ def _build_whole(cls: Any, original: Any, bound: inspect.BoundArguments) -> Any:
     return whole
 
 
-def _note(tower: Any, config: Any, whole: Callable[[], Any] | None = None) -> Noted:
+def _note(tower: Any, family: Family, config: Any, whole: Callable[[], Any] | None = None) -> Noted:
     graphs = {name: vars(tower)[name] for name in ("enable_cg", "cuda_graph_runner") if name in vars(tower)}
     if graphs.get("enable_cg"):
         tower.enable_cg, tower.cuda_graph_runner = False, None
@@ -157,9 +160,10 @@ def _note(tower: Any, config: Any, whole: Callable[[], Any] | None = None) -> No
         for module in tower.modules():  # as SGLang does at the first call; a process settles its kernels once
             if vars(module).get("_forward_method", module) is None:
                 module._forward_method = module._resolve_forward_method()
-        return Noted(Built.of(tower, SGLANG), "", config, graphs, whole)
+        built, wrong = Built.of(tower, SGLANG), ""
     except Exception as error:  # SGLang must start, whatever a tower holds that we did not foresee
-        return Noted(None, told(error), config, graphs, whole)
+        built, wrong = None, told(error)
+    return Noted(family, config, built, wrong, graphs, whole)
 
 
 # loading
@@ -184,11 +188,11 @@ def fuse_towers(model: nn.Module) -> None:
         RuntimeError: another rank did not come, or shards could not be gathered.
     """
     for tower in [module for module in model.modules() if _BUILT in vars(module)]:
-        noted, family = vars(tower).pop(_BUILT)
+        noted: Noted = vars(tower).pop(_BUILT)
         name = type(tower).__name__
-        why_not = try_to_fuse(tower, functools.partial(_fuse_whole, tower, family, noted), unfuse)
+        why_not = try_to_fuse(tower, _fuse_whole, noted)
         if not why_not and _ranks(tower) > 1:
-            why_not = _fuse_sharded(tower, family, noted)
+            why_not = _fuse_sharded(tower, noted)
         if not why_not:
             _turn_off_graphs()
             vars(tower)[SERVED].prepare(name, logger)
@@ -198,10 +202,10 @@ def fuse_towers(model: nn.Module) -> None:
             logger.info("fusedvit: %s runs SGLang's own code: %s", name, why_not)
 
 
-def _fuse_whole(tower: nn.Module, family: Family, noted: Noted) -> str:
+def _fuse_whole(tower: nn.Module, noted: Noted) -> str:
     """Fuses a tower with whole weights; returns why it cannot run fused, whole or sharded, or ""."""
     why_not = _reason_of_engine(tower, noted) or noted.wrong
-    return _fuse(tower, family, noted) if not why_not and _ranks(tower) == 1 else why_not
+    return _fuse(tower, noted) if not why_not and _ranks(tower) == 1 else why_not
 
 
 def _ranks(tower: nn.Module) -> int:
@@ -232,14 +236,14 @@ def _rank() -> int:
     return int(get_parallel().tp_rank)
 
 
-def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
+def _fuse(tower: nn.Module, noted: Noted) -> str:
     """Fuses a tower; returns why it cannot run fused, or ""."""
     try:
-        spec = family.spec_from_config(noted.config)
+        spec = noted.family.spec_from_config(noted.config)
     except (ValueError, TypeError, AttributeError) as error:
         return unnamed(error)
     assert noted.built is not None, "asked for only where nothing was wrong"
-    handle = fuse_tower(tower, family, spec, options(), built=noted.built, call=run)
+    handle = fuse_tower(tower, noted.family, spec, options(), built=noted.built, call=run)
     reason = handle.reason()
     if reason is not None:
         unfuse(tower)
@@ -248,7 +252,7 @@ def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
     return ""
 
 
-def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
+def _fuse_sharded(tower: nn.Module, noted: Noted) -> str:
     """Lets a whole copy run in the sharded tower's place; returns why it cannot, or ""."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
@@ -264,21 +268,12 @@ def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
         finally:
             torch.set_default_dtype(default)
         vars(whole).pop(_BUILT, None)
-        of_whole = _note(whole, noted.config)
-        return whole, of_whole.wrong or _fuse(whole, family, of_whole)
+        of_whole = _note(whole, noted.family, noted.config)
+        return whole, of_whole.wrong or _fuse(whole, of_whole)
 
     assert noted.built is not None, "asked for only where nothing was wrong"
     encode = functools.partial(encoded, _answer)
-    served, why_not = served_whole(tower, noted.built, EngineGroup.of(get_tp_group()), make, encode, logger)
-    if served is not None:
-        fuse_sharded(tower, served.handle, _run_sharded)
-    return why_not
-
-
-def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
-    """As `run`, for a sharded tower: every rank encodes its share and returns all rows."""
-    found: torch.Tensor | None = vars(tower)[SERVED].sharded(x, _grid_of(handle, grid_thw))
-    return found
+    return serve_whole(tower, noted.built, Group.of(get_tp_group()), make, encode, run, logger)
 
 
 def _grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | Reason:
@@ -298,13 +293,17 @@ def _turn_off_graphs() -> None:
 
 
 def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
-    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`; None runs SGLang's own.
+    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`; None runs SGLang's own. Of a sharded tower every
+    rank encodes a share and returns all rows.
 
     Args:
         x: `[patches, patch_width]`, normalised.
         grid_thw: `[items, 3]`: a tensor, an array or a list of triples. A grid that the encoder refuses goes to
             SGLang's code, which accepts it or raises its own error.
     """
+    sharded: ShardedTower | None = vars(tower)[SERVED].sharded
+    if sharded is not None:
+        return sharded(x, _grid_of(handle, grid_thw))
     found = counted(handle, lambda: _answer(handle, tower, x, _grid_of(handle, grid_thw)))
     return None if found is None else side_by_side(found.outputs, handle.spec)
 
@@ -362,11 +361,8 @@ def _checked(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _prepare_awake(manager: Any) -> None:
-    if {_WEIGHTS, _GRAPHS} & manager.offload_tags:
-        return
-    for path, _, served in _served_of(manager):
-        if not served.ready and not served.lost:
-            served.prepare(path, logger)
+    if not {_WEIGHTS, _GRAPHS} & manager.offload_tags:
+        prepare_awake(_served_of(manager), logger)
 
 
 def _served_of(manager: Any) -> list[tuple[str, nn.Module, Served]]:

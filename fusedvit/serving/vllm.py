@@ -3,10 +3,8 @@
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It changes classes of vLLM
 as their modules are imported, and nothing else. A tower's constructor fuses the tower. The model runner's profile run
 first prepares weights and captures graphs, so that `gpu_memory_utilization` accounts for them; the worker's sleep gives
-them back. A tower that cannot run fused runs vLLM's own code, and one log line says why.
-
-    FUSEDVIT_DISABLE=1   leaves vLLM as it is
-    FUSEDVIT_CONFIG      options of `FuseConfig` as JSON: '{"token_budgets": [4096], "strict": true}'
+them back. A tower that cannot run fused runs vLLM's own code, and one log line says why. Switch and options: see
+`plugin`.
 """
 
 import functools
@@ -21,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedvit.api import fuse_sharded, fuse_tower, unfuse
+from fusedvit.api import fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.fallback import ENGINE, META, TRANSFORM
 from fusedvit.checks.ownership import name_of
@@ -38,19 +36,21 @@ from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm_gemma
-from fusedvit.serving.agreement import EngineGroup
+from fusedvit.serving.agreement import Group
 from fusedvit.serving.engine_calls import as_rows, counted, encoded, grid_of
 from fusedvit.serving.plugin import (
     CONFIG,
     VARIABLES,
     check_options,
     install,
+    known_classes,
     may_gather,
     options,
     unknown_release,
     wrap,
 )
-from fusedvit.serving.served import SERVED, served_in, served_whole, try_to_fuse
+from fusedvit.serving.served import SERVED, leave, serve_whole, served_in, try_to_fuse
+from fusedvit.serving.sharded import ShardedTower
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 from fusedvit.serving.vllm_worker import (
     RUNNERS,
@@ -89,22 +89,16 @@ def register() -> None:
 
 
 def _patch_towers(module: ModuleType) -> None:
-    for (home, name), family in {**TOWERS, **MODELS}.items():
-        if home != module.__name__:
-            continue
-        cls: Any = vars(module).get(name)
-        is_model = (home, name) in MODELS
-        wrong = "vLLM has no such class any more" if cls is None else ""
-        wrong = wrong or (vllm_gemma.wrong_model(cls) if is_model else _wrong_signature(cls))
-        if wrong:
-            logger.warning("fusedvit: %s runs vLLM's own code: %s", name, wrong)
-        elif is_model:
-            wrap(cls, "__init__", functools.partial(_construct_model, cls, family))
-            vllm_gemma.replace_methods(cls)
-        else:
-            wrap(cls, "__init__", functools.partial(_construct, cls, family))
-        if not wrong:
-            wrap(cls, "load_weights", _load)
+    for cls, family in known_classes(module, TOWERS, _wrong_signature, "vLLM", logger):
+        wrap(cls, "__init__", functools.partial(_construct, cls, family))
+        wrap(cls, "load_weights", _load)
+
+
+def _patch_models(module: ModuleType) -> None:
+    for cls, family in known_classes(module, MODELS, vllm_gemma.wrong_model, "vLLM", logger):
+        wrap(cls, "__init__", functools.partial(_construct_model, cls, family))
+        wrap(cls, "load_weights", _load)
+        vllm_gemma.replace_methods(cls)
 
 
 def _wrong_signature(cls: Any) -> str:
@@ -126,7 +120,7 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
         return
     config = inspect.signature(original).bind(tower, *args, **kwargs).arguments["vision_config"]
     check_options(family, config)
-    why_not = try_to_fuse(tower, functools.partial(_fuse_whole, tower, family, config), _leave)
+    why_not = try_to_fuse(tower, _fuse_whole, family, config)
     if not why_not and _ranks(tower) > 1:
         why_not = _fuse_sharded(tower, functools.partial(_whole, tower, family, original, config, args, kwargs))
     _settle(cls, tower, why_not)
@@ -149,8 +143,7 @@ def _construct_model(
         _say(type(model), tower, f"it is a subclass of {cls.__name__}, and may compute something else")
         return
     check_options(family, tower.config)
-    why_not = try_to_fuse(tower, functools.partial(_fuse_whole, tower, family, tower.config), _leave)
-    _settle(cls, tower, why_not)
+    _settle(cls, tower, try_to_fuse(tower, _fuse_whole, family, tower.config))
 
 
 def _construct_hugging_faces(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
@@ -167,11 +160,6 @@ def _fuse_whole(tower: Any, family: Family, config: Any) -> str:
     return _fuse(tower, family, config) if not why_not and _ranks(tower) == 1 else why_not
 
 
-def _leave(tower: nn.Module) -> None:
-    unfuse(tower)
-    vars(tower).pop(SERVED, None)
-
-
 def _settle(cls: type, tower: nn.Module, why_not: str, config: Any = None) -> None:
     """Turns vLLM's encoder graphs off where the tower runs fused: their manager would capture what we replace.
 
@@ -181,25 +169,26 @@ def _settle(cls: type, tower: nn.Module, why_not: str, config: Any = None) -> No
     if not why_not and vars(tower)[SERVED].judge is not None:
         return  # decided once the tower has weights
     _say(cls, tower, why_not)
-    config = None if why_not else config or _vllm()[1]
+    config = None if why_not else config or _config()
     if config is not None:
         config.compilation_config.cudagraph_mm_encoder = False
 
 
 def _judge(cls: type, config: Any, tower: nn.Module) -> None:
     """Decides whether a tower that was built without weights runs fused, now that it has weights."""
-    handle: FusedEncoder = vars(tower)[SERVED].handle
-
-    def judged() -> str:
-        reason = handle.reason()
-        if reason is None:
-            _expect_bytes(tower, handle)
-        return str(reason or "")
-
-    why_not = try_to_fuse(tower, judged, _leave)
+    why_not = try_to_fuse(tower, _judged)
     if why_not:
-        _leave(tower)
+        leave(tower)
     _settle(cls, tower, why_not, config)
+
+
+def _judged(tower: nn.Module) -> str:
+    """Why a fused tower cannot run fused, or ""."""
+    handle: FusedEncoder = vars(tower)[SERVED].handle
+    reason = handle.reason()
+    if reason is None:
+        _expect_bytes(tower, handle)
+    return str(reason or "")
 
 
 def _say(cls: type, tower: nn.Module, why_not: str) -> None:
@@ -214,7 +203,9 @@ def _reason_of_engine(tower: nn.Module) -> str:
     unknown = unknown_release("vLLM", vllm.__version__, RELEASES)
     if unknown:  # first: what follows reads attributes of known releases
         return unknown
-    envs, config = _vllm()
+    from vllm import envs
+
+    config = _config()
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return "VLLM_BATCH_INVARIANT is set, and fused kernels' results depend on the batch"
     lora = getattr(config, "lora_config", None)
@@ -269,12 +260,11 @@ def _offloaded(tower: nn.Module, config: Any) -> bool:
     return not parts or any(f".{part}." in name for part in parts for name in names)
 
 
-def _vllm() -> tuple[Any, Any]:
-    """vLLM's switches, and the configuration that the tower is being built under; None if there is none."""
-    from vllm import envs
+def _config() -> Any:
+    """vLLM's configuration that the tower is being built under; None if there is none."""
     from vllm.config import get_current_vllm_config_or_none
 
-    return envs, get_current_vllm_config_or_none()
+    return get_current_vllm_config_or_none()
 
 
 def _rank_of(tower: nn.Module) -> int:
@@ -293,7 +283,7 @@ def _whole(tower: Any, family: Family, original: Any, vision_config: Any, args: 
         how = "with --mm-encoder-tp-mode data every GPU runs it fused"
         return None, f"its weights are sharded over several GPUs, and {CONFIG} forbids to gather them; {how}"
     cls: Any = type(tower)
-    whole, mode = cls.__new__(cls), _vllm()[1].model_config.multimodal_config
+    whole, mode = cls.__new__(cls), _config().model_config.multimodal_config
     kept = mode.mm_encoder_tp_mode
     mode.mm_encoder_tp_mode = "data"
     try:
@@ -307,7 +297,7 @@ def _whole(tower: Any, family: Family, original: Any, vision_config: Any, args: 
 def _device_of(tower: nn.Module) -> torch.device:
     """The device on which a tower's weights are, or will be loaded."""
     device = next(tower.parameters()).device
-    return device if device.type != "meta" else torch.device(_vllm()[1].device_config.device)
+    return device if device.type != "meta" else torch.device(_config().device_config.device)
 
 
 def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
@@ -319,15 +309,7 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     except ValueError as error:  # of its code, which is the same on every rank
         return unnamed(error)
     encode = functools.partial(encoded, _answer)
-    served, why_not = served_whole(tower, built, EngineGroup.of(get_tp_group()), make, encode, logger)
-    if served is not None:
-        fuse_sharded(tower, served.handle, _run_sharded)
-    return why_not
-
-
-def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> Any:
-    """As `run`, for a sharded tower: every rank encodes its share and returns all rows."""
-    return vars(tower)[SERVED].sharded(x, _of_graphs(more) or grid_of(grid_thw))
+    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, run, logger)
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -346,7 +328,7 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
         spec = family.spec_from_config(vision_config)
     except (ValueError, TypeError, AttributeError) as error:
         return unnamed(error)
-    cls, (_, config) = type(tower), _vllm()
+    cls, config = type(tower), _config()
     call = vllm_gemma.run if spec.padded else run
     handle = fuse_tower(tower, family, spec, _limited(options(), config, spec), built=built, call=call)
     reason = handle.reason()
@@ -391,7 +373,8 @@ def _limited(given: FuseConfig, config: Any, spec: VisionSpec) -> FuseConfig:
 
 
 def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> torch.Tensor | None:
-    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`; None runs vLLM's own.
+    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`; None runs vLLM's own. Of a sharded tower every rank
+    encodes a share and returns all rows.
 
     Args:
         x: `[patches, patch_width]`, normalised, or bytes where vLLM normalises on the device.
@@ -399,6 +382,9 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
             code, which accepts it or raises its own error.
         more: `encoder_metadata`, which vLLM's own graphs pass.
     """
+    sharded: ShardedTower | None = vars(tower)[SERVED].sharded
+    if sharded is not None:
+        return sharded(x, _of_graphs(more) or grid_of(grid_thw))
     found = counted(handle, lambda: _of_graphs(more) or _answer(handle, tower, x, as_rows(grid_thw)))
     return None if found is None else side_by_side(found.outputs, handle.spec)
 
@@ -413,7 +399,8 @@ def _answer(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, rows: Any) 
     for _ in range(_OVERTAKEN):
         pixels = _pixels(tower, x)
         found = handle.answer_or_reason(tower, pixels, rows, {})
-        if isinstance(found, Reason) or type(pixels) is not BytePixels or _is_still(tower, pixels.normalization):
+        # The same buffers may have new content all the same: the call's own fingerprints have found it then.
+        if isinstance(found, Reason) or type(pixels) is not BytePixels or _normalization(tower) == pixels.normalization:
             return found
     return Reason(ENGINE, "somebody writes to input_norm all the time")
 
@@ -428,12 +415,6 @@ def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:
         return BytePixels.mark(x, normalization)
     pixels: torch.Tensor = norm(x.to(device=tower.device, non_blocking=True), tower.dtype)
     return pixels
-
-
-def _is_still(tower: nn.Module, normalization: Normalization) -> bool:
-    """Whether the tower still has the `normalization` that a call ran with. If the same buffers have new content, the
-    call's own fingerprints find it and the weights are prepared again."""
-    return _normalization(tower) == normalization
 
 
 def _normalization(tower: nn.Module) -> Normalization | None:
@@ -489,7 +470,8 @@ def _patch_ray(module: ModuleType) -> None:
 
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    **{module: _patch_towers for module, _ in (*TOWERS, *MODELS)},
+    **{module: _patch_towers for module, _ in TOWERS},
+    **{module: _patch_models for module, _ in MODELS},
     **{module: patch_runner for module in RUNNERS},
     WORKER: patch_worker,
     _TRANSFORMERS: _patch_transformers,

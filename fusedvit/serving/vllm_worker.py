@@ -4,7 +4,7 @@ weights, and gives their memory back when it sleeps."""
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from fusedvit.model.normalization import Normalization
 from fusedvit.serving.plugin import wrap
-from fusedvit.serving.served import Served, served_in, writing, writing_part
+from fusedvit.serving.served import Served, prepare_awake, served_in, writing, writing_part
 
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 WORKER = "vllm.v1.worker.gpu_worker"
@@ -55,10 +55,10 @@ def stats(worker: Any) -> dict[str, Any]:
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares fused towers before a model runner's profile run, so that it measures their memory, too."""
-    _judge_loaded(_model_of(runner))
-    towers = served_in(_model_of(runner))
-    _prepare_all(_awake(runner))
-    if towers and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
+    model = _model_of(runner)
+    _judge_loaded(model)
+    prepare_awake(served_in(model), logger)
+    if served_in(model) and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
         logger.info(
             "fusedvit: the size of the KV cache is given, by --kv-cache-memory-bytes or a start-up plan: "
             "it must leave room for what the tower holds"
@@ -70,7 +70,7 @@ def _initialize(original: Callable[..., Any], worker: Any, *args: Any, **kwargs:
     """Prepares the remaining towers before the KV cache's initialisation, a step of every start. Profiling is not:
     models without a KV cache, instances that only encode and workers that join by elastic EP skip it."""
     _judge_loaded(_model_of(_runner_of(worker)))
-    _prepare_all(_awake(_runner_of(worker)))
+    prepare_awake(_served_in(worker), logger)
     return original(worker, *args, **kwargs)
 
 
@@ -101,10 +101,10 @@ def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any)
 def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares woken towers again, except those whose weights have lost their content."""
     tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags")
-    woken = _awake(_runner_of(worker)) if tags is None or "weights" in tags else []
-    with writing([served for *_, served in woken], "woken"):
+    towers = _served_in(worker) if tags is None or "weights" in tags else []
+    with writing([served for *_, served in towers if not served.ready and not served.lost], "woken"):
         found = original(worker, *args, **kwargs)
-    _prepare_all(woken)
+    prepare_awake(towers, logger)
     return found
 
 
@@ -115,7 +115,7 @@ def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
         found = original(worker, *args, **kwargs)
     for served in towers:
         served.lost = False
-    _prepare_all(_awake(_runner_of(worker)))
+    prepare_awake(_served_in(worker), logger)
     return found
 
 
@@ -138,16 +138,6 @@ def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
     for *_, served in _served_in(worker) if "weights" in tags else ():
         served.give_back("discarded", lost=True)
     return original(worker, *args, **kwargs)
-
-
-def _awake(runner: Any) -> list[tuple[str, nn.Module, Served]]:
-    """Towers that have their weights but are not prepared."""
-    return [each for each in served_in(_model_of(runner)) if not each[-1].ready and not each[-1].lost]
-
-
-def _prepare_all(towers: Sequence[tuple[str, nn.Module, Served]]) -> None:
-    for _, tower, served in towers:
-        served.prepare(type(tower).__name__, logger)
 
 
 def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:

@@ -500,7 +500,7 @@ def test_an_unknown_release(release: str, caplog: Any, monkeypatch: pytest.Monke
 def test_a_release_that_has_other_names(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the plugin asks for in a known one, an unknown one may have nothing."""
     monkeypatch.setattr(vllm, "__version__", "0.40.0")
-    monkeypatch.delattr(plugin, "_vllm")
+    monkeypatch.delattr(plugin, "_config")
     assert "0.40.0" in left_alone(caplog, monkeypatch)
     for name in (vllm_worker.WORKER, *vllm_worker.RUNNERS):
         plugin._PATCHES[name](ModuleType(name))
