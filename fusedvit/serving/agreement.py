@@ -92,6 +92,19 @@ class Agreed(NamedTuple):
             kind, detail = ENGINE, self.detail
         return Reason(kind, ": ".join(filter(None, (self.whose and f"on {self.whose}", detail))))
 
+    def why_not(self) -> str:
+        """Why all ranks run the engine's code from the start; "" if they run fused.
+
+        Raises:
+            RuntimeError: they run the engine's code, and one rank is strict; raised on every rank.
+        """
+        if self.state != OWN:
+            return ""
+        found = ": ".join(filter(None, (self.whose, self.detail)))
+        if self.strict:
+            raise RuntimeError(f"{PREFIX}the tower cannot run fused: {found}")
+        return found
+
 
 @dataclass
 class Agreement:

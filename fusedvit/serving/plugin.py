@@ -22,9 +22,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from fusedvit.config import FuseConfig
-from fusedvit.errors import unnamed
+from fusedvit.errors import PREFIX, unnamed
 from fusedvit.families.base import Family
 from fusedvit.runtime.captured_encoder import limits_for
 
@@ -32,7 +33,11 @@ VARIABLES = "FUSEDVIT_"  # how names of environment variables begin
 DISABLE, CONFIG = f"{VARIABLES}DISABLE", f"{VARIABLES}CONFIG"
 _NOT_DISABLED = ("", "0", "false", "no", "off")
 _GATHER = "gather_sharded"
+_LEFT = "_fusedvit_left"  # in the __dict__ of a module that runs the engine's own code from the start: why
+_HELD = "module"  # in the __dict__ of vLLM's module in place of a tower that it does not call: the tower
 _WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
+
+_logger = logging.getLogger("fusedvit")
 
 Patches = Mapping[str, Callable[[ModuleType], None]]
 Classes = Mapping[tuple[str, str], Family]
@@ -45,6 +50,11 @@ def options() -> FuseConfig:
         ValueError: the variable is no JSON object of `FuseConfig`'s options; the message names what is wrong.
     """
     return _options()[0]
+
+
+def is_strict() -> bool:
+    """Whether `FUSEDVIT_CONFIG` asks for an error where a tower cannot run fused."""
+    return options().strict
 
 
 def check_options(family: Family, vision_config: Any) -> None:
@@ -84,16 +94,21 @@ def _options() -> tuple[FuseConfig, bool]:
         raise ValueError(f"fusedvit: {CONFIG}={text}: {unnamed(error)}") from error
 
 
-def install(patches: Patches) -> None:
+def install(patches: Patches, engine: str) -> None:
     """Applies `patches` to their modules, now or at the end of the modules' import; a repeated call changes nothing.
 
     A patch must skip what it has already changed, as `wrap` does. Nothing is changed where plugins are switched off.
+
+    Args:
+        engine: the name of the engine's logger, whose handlers get our warnings, too.
 
     Raises:
         ValueError: as `options`; the modules are changed all the same, as an engine may log the error and go on.
     """
     if os.environ.get(DISABLE, "").strip().lower() not in _NOT_DISABLED:
         return
+    if not _logger.handlers:  # else the application has its own for us, and would print each line twice
+        _logger.parent = logging.getLogger(engine)
     for name in [*patches]:
         if name in sys.modules:
             patches[name](sys.modules[name])
@@ -106,7 +121,7 @@ def known_classes(
     module: ModuleType, table: Classes, wrong_in: Callable[[Any], str], engine: str, logger: logging.Logger
 ) -> Iterator[tuple[Any, Family]]:
     """The classes of `table` that `module` defines, each with its family; a class that differs from the known releases
-    is logged and left out.
+    is logged and left out, and its instances are noted as left to the engine.
 
     Args:
         table: (module, class) -> the family.
@@ -119,8 +134,37 @@ def known_classes(
         wrong = f"{engine} has no such class any more" if cls is None else wrong_in(cls)
         if wrong:
             logger.warning("fusedvit: %s runs %s's own code: %s", name, engine, wrong)
+            if cls is not None:
+                wrap(cls, "__init__", functools.partial(_construct_unknown, wrong))
         else:
             yield cls, family
+
+
+def _construct_unknown(wrong: str, original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
+    original(module, *args, **kwargs)
+    note_left(module, type(module).__name__, wrong)
+
+
+def note_left(module: Any, name: str, why_not: str, is_used: bool = True) -> None:
+    """Notes why a tower, or the model that holds it, runs the engine's own code from the start.
+
+    Args:
+        name: the class's.
+        is_used: whether the engine will call the tower.
+
+    Raises:
+        RuntimeError: the tower is used, and the options are strict.
+    """
+    vars(module)[_LEFT] = why_not
+    if is_used and is_strict():
+        raise RuntimeError(f"{PREFIX}{name} cannot run fused: {why_not}")
+
+
+def left_in(model: object, engine: str) -> dict[str, dict[str, Any]]:
+    """What stands in place of counters for each module in `model` that `note_left` noted, by its path."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    found = ((path, vars(m).get(_LEFT) or getattr(vars(m).get(_HELD), _LEFT, "")) for path, m in modules)
+    return {path: {"state": f"{engine}'s own code: {why_not}"} for path, why_not in found if why_not}
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:

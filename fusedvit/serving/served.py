@@ -84,20 +84,22 @@ def serve_whole(
     encode: Encode,
     call: EngineCall,
     logger: logging.Logger,
+    strict: Callable[[], bool],
 ) -> str:
     """Lets a whole copy run in a sharded tower's place, filled from the shards later; returns why it cannot, or "". The
-    result is the same on every rank.
+    result is the same on every rank. `judged` decides whether it runs fused once there are weights.
 
     Args:
         built: `tower` as it was built.
         make: builds the copy and fuses it, or says why it cannot, or must not, be fused.
         encode: see `ShardedTower`.
         call: see `fuse_sharded`.
+        strict: whether this rank's options are strict.
 
     Raises:
-        RuntimeError: this rank waited for another in vain.
+        RuntimeError: this rank waited for another in vain; or one rank is strict, and none may run fused.
     """
-    whole, why_not = agreed_whole(group, make)
+    whole, why_not = agreed_whole(group, make, strict)
     if whole is not None:
         served: Served = vars(whole)[SERVED]
         served.sharded = ShardedTower(tower, whole, served.handle, built, group, encode, logger)
@@ -120,10 +122,38 @@ def try_to_fuse(tower: nn.Module, judge: Callable[..., str], *given: Any) -> str
         return told(error)
 
 
+def judged(tower: nn.Module, before: Callable[[], object] = lambda: None) -> str:
+    """Why a fused tower cannot run fused, now that it has its weights; it is then left to the engine's own code. "" if
+    it can. Of a sharded tower, the result is the same on every rank.
+
+    Args:
+        before: runs before the tower is judged.
+
+    Raises:
+        RuntimeError: as `ShardedTower.judged`.
+    """
+    served: Served = vars(tower)[SERVED]
+
+    def reason(_: nn.Module) -> str:
+        before()
+        return str(served.handle.reason() or "")
+
+    ask = functools.partial(try_to_fuse, tower, reason)
+    why_not = ask() if served.sharded is None else served.sharded.judged(ask)
+    if why_not:
+        leave(tower)
+    return why_not
+
+
 def leave(tower: nn.Module) -> None:
     """Restores a tower to the engine's own code."""
     unfuse(tower)
     vars(tower).pop(SERVED, None)
+
+
+def stats_of(model: object) -> dict[str, dict[str, Any]]:
+    """Counters of each fused tower in `model`, by its path."""
+    return {path: served.handle.stats() for path, _, served in served_in(model)}
 
 
 def prepare_awake(towers: Iterable[tuple[str, nn.Module, Served]], logger: logging.Logger) -> None:
@@ -169,7 +199,7 @@ def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger, again: bool
         with torch.inference_mode(False):
             handle.warmup(progress=iter, calls=_largest_call(handle) if again else None)
     except RuntimeError as error:
-        logger.warning("fusedvit: %s prepares at its first call: %s", name, unnamed(error))
+        logger.warning("fusedvit: %s is not prepared, and its next call tries again: %s", name, unnamed(error))
         return
     found = handle.stats()
     graphs = found.get("graphs", {})

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import fuse_tower, unfuse
+from fusedvit.api import fuse_tower
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.fallback import ENGINE
 from fusedvit.errors import Reason, unnamed
@@ -30,13 +30,26 @@ from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import Group, told
 from fusedvit.serving.engine_calls import counted, encoded, grid_of
-from fusedvit.serving.plugin import check_options, install, known_classes, may_gather, options, unknown_release, wrap
+from fusedvit.serving.plugin import (
+    check_options,
+    install,
+    is_strict,
+    known_classes,
+    left_in,
+    may_gather,
+    note_left,
+    options,
+    unknown_release,
+    wrap,
+)
 from fusedvit.serving.served import (
     SERVED,
     Served,
+    judged,
     prepare_awake,
     serve_whole,
     served_in,
+    stats_of,
     try_to_fuse,
     writing,
     writing_part,
@@ -49,6 +62,7 @@ _BUILT = "_fusedvit_built"  # in a tower's __dict__
 _DATA_PARALLEL = "use_data_parallel"  # of a tower's constructor: whole weights
 _LOADED = "maybe_precompile_model_kernels_after_loading"  # called after loading, before the KV pool
 _SHARDED = "its weights are sharded over {} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
+_NO_STAGE = "this pipeline stage encodes nothing"
 _WEIGHTS, _GRAPHS = "weights", "cuda_graph"  # kinds of memory that SGLang gives back and takes again
 _READING = frozenset({"snapshot", "compare", "checksum"})  # actions of `check_weights`; another one resets weights
 
@@ -81,13 +95,14 @@ def register() -> None:
     Raises:
         ValueError: `FUSEDVIT_CONFIG` holds no options. SGLang logs it and goes on; a tower's constructor raises it too.
     """
-    install(_TOWERS)
+    install(_TOWERS, "sglang")
 
 
 def report(scheduler: Any) -> None:
-    """Logs the counters of a scheduler's fused towers: `engine.collective_rpc("fusedvit_report")`."""
-    for path, _, served in _served_of(scheduler):
-        logger.info("fusedvit: %s: %s", path, served.handle.stats())
+    """Logs what each tower of a scheduler does: `engine.collective_rpc("fusedvit_report")`."""
+    for model in _models_of(scheduler):
+        for path, found in (left_in(model, "SGLang") | stats_of(model)).items():
+            logger.info("fusedvit: %s: %s", path, found)
 
 
 # construction
@@ -113,22 +128,37 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
 
     Raises:
         ValueError: as `plugin.check_options`.
+        RuntimeError: as `_say`.
     """
     original(tower, *args, **kwargs)
     bound = inspect.signature(original).bind(tower, *args, **kwargs)
     given = bound.arguments
     config = given.get("vision_config", given.get("config"))
     check_options(family, config)
-    if type(tower) is not cls:  # a subclass, which is noted by its own patch or may compute something else
-        return
     wrong = _wrong_loaders()
+    if type(tower) is not cls:
+        if (type(tower).__module__, type(tower).__name__) in TOWERS:  # which is noted by its own patch
+            return
+        wrong = f"it is a subclass of {cls.__name__}, and may compute something else"
     if wrong:
-        logger.info("fusedvit: %s runs SGLang's own code: %s", cls.__name__, wrong)
+        _say(tower, wrong)
         return
     again = (
         functools.partial(_build_whole, cls, original, bound) if _DATA_PARALLEL in bound.signature.parameters else None
     )
     vars(tower)[_BUILT] = _note(tower, family, config, again)
+
+
+def _say(tower: nn.Module, why_not: str, rank: int = 0) -> None:
+    """Logs, on rank 0, and notes why a tower runs SGLang's own code.
+
+    Raises:
+        RuntimeError: this rank encodes, and the options are strict.
+    """
+    name = type(tower).__name__
+    note_left(tower, name, why_not, is_used=why_not != _NO_STAGE)
+    if rank == 0:
+        logger.info("fusedvit: %s runs SGLang's own code: %s", name, why_not)
 
 
 def _wrong_loaders() -> str:
@@ -185,7 +215,7 @@ def fuse_towers(model: nn.Module) -> None:
     """Fuses the towers of a model whose weights are loaded, prepares them and captures their graphs.
 
     Raises:
-        RuntimeError: another rank did not come, or shards could not be gathered.
+        RuntimeError: another rank did not come, or shards could not be gathered; or as `_say`.
     """
     for tower in [module for module in model.modules() if _BUILT in vars(module)]:
         noted: Noted = vars(tower).pop(_BUILT)
@@ -193,13 +223,13 @@ def fuse_towers(model: nn.Module) -> None:
         why_not = try_to_fuse(tower, _fuse_whole, noted)
         if not why_not and _ranks(tower) > 1:
             why_not = _fuse_sharded(tower, noted)
-        if not why_not:
+        why_not = why_not or judged(tower)
+        if why_not:
+            vars(tower).update(noted.graphs)
+            _say(tower, why_not, _rank())
+        else:
             _turn_off_graphs()
             vars(tower)[SERVED].prepare(name, logger)
-            continue
-        vars(tower).update(noted.graphs)
-        if _rank() == 0:
-            logger.info("fusedvit: %s runs SGLang's own code: %s", name, why_not)
 
 
 def _fuse_whole(tower: nn.Module, noted: Noted) -> str:
@@ -218,7 +248,7 @@ def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
     from sglang.srt.runtime_context import get_exec, get_parallel
 
     if not get_parallel().pp_group.is_first_rank:
-        return "this pipeline stage encodes nothing"
+        return _NO_STAGE
     ranks = _ranks(tower)
     if ranks > 1 and (noted.whole is None or get_parallel().tp_size != ranks):
         return _SHARDED.format(ranks)
@@ -237,17 +267,13 @@ def _rank() -> int:
 
 
 def _fuse(tower: nn.Module, noted: Noted) -> str:
-    """Fuses a tower; returns why it cannot run fused, or ""."""
+    """Fuses a tower, whose weights may be gathered later; returns why it cannot run fused, or ""."""
     try:
         spec = noted.family.spec_from_config(noted.config)
     except (ValueError, TypeError, AttributeError) as error:
         return unnamed(error)
     assert noted.built is not None, "asked for only where nothing was wrong"
     handle = fuse_tower(tower, noted.family, spec, options(), built=noted.built, call=run)
-    reason = handle.reason()
-    if reason is not None:
-        unfuse(tower)
-        return str(reason)
     vars(tower)[SERVED] = Served(handle)
     return ""
 
@@ -273,7 +299,7 @@ def _fuse_sharded(tower: nn.Module, noted: Noted) -> str:
 
     assert noted.built is not None, "asked for only where nothing was wrong"
     encode = functools.partial(encoded, _answer)
-    return serve_whole(tower, noted.built, Group.of(get_tp_group()), make, encode, run, logger)
+    return serve_whole(tower, noted.built, Group.of(get_tp_group()), make, encode, run, logger, is_strict)
 
 
 def _grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | Reason:
@@ -367,11 +393,14 @@ def _prepare_awake(manager: Any) -> None:
 
 def _served_of(manager: Any) -> list[tuple[str, nn.Module, Served]]:
     """Fused towers of the served model, and of a draft model with a tower of its own, each tower once."""
+    found = [each for model in _models_of(manager) for each in served_in(model)]
+    return [each for i, each in enumerate(found) if all(each[-1] is not before for *_, before in found[:i])]
+
+
+def _models_of(manager: Any) -> list[Any]:
     draft = getattr(manager, "draft_worker", None)
     runners: list[Any] = getattr(draft, "weight_update_runners", list)()
-    models = [manager.tp_worker.model_runner.model, *(runner.model for _, runner in runners)]
-    found = [each for model in models for each in served_in(model)]
-    return [each for i, each in enumerate(found) if all(each[-1] is not before for *_, before in found[:i])]
+    return [manager.tp_worker.model_runner.model, *(runner.model for _, runner in runners)]
 
 
 # the functions of SGLang that are replaced

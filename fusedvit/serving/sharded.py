@@ -51,22 +51,26 @@ Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.T
 _ATTEMPTS = 3  # at a call, if shards change: gathered before the first time, they may have been written to meanwhile
 
 
-def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]]) -> tuple[nn.Module | None, str]:
+def agreed_whole(
+    group: Group, make: Callable[[], tuple[nn.Module | None, str]], strict: Callable[[], bool] = lambda: False
+) -> tuple[nn.Module | None, str]:
     """Builds the whole tower on every rank; or gives None, and why every rank runs the engine's code.
 
     Args:
         make: builds the tower on this rank; its text says why the tower cannot, or must not, run fused, or is "".
+        strict: whether this rank's options are strict.
 
     Raises:
-        RuntimeError: this rank waited for another in vain.
+        RuntimeError: this rank waited for another in vain; or one rank is strict, and none may run fused.
     """
     whole = None
     try:
         whole, why_not = make()
     except Exception as error:  # noqa: BLE001 - the engine must start, without us
         why_not = told(error)
-    agreed = Agreement(group).on("build", OWN if why_not else FUSED, why_not, BUILDING)
-    return (whole, "") if agreed.state == FUSED else (None, ": ".join(filter(None, (agreed.whose, agreed.detail))))
+    agreed = Agreement(group, strict).on("build", OWN if why_not else FUSED, why_not, BUILDING)
+    why_not = agreed.why_not()
+    return None if why_not else whole, why_not
 
 
 def divided(shares: list[Share]) -> list[Share]:
@@ -357,6 +361,23 @@ class ShardedTower:
         self._agreement.on("warm-up", FAILED if failed else FUSED, failed, LOADING)
 
     # judging
+
+    def judged(self, why_not: Callable[[], str]) -> str:
+        """Why no rank may run the tower fused, now that it has its weights; "" if all may.
+
+        Args:
+            why_not: says of this rank why it cannot, or "".
+
+        Raises:
+            RuntimeError: a rank has failed; or one is strict, and none may run fused. Raised on every rank.
+        """
+        agreed = Agreed(FUSED)
+        if next(self.sharded.parameters()).dtype == torch.float16:  # whether fp16 holds what whole weights give
+            agreed = self.gather()
+        if agreed.state == FUSED:
+            found = why_not()
+            agreed = self._agreement.on("judge", OWN if found else FUSED, found, LOADING)
+        return agreed.why_not()
 
     def reason(self) -> Reason | None:
         """Why the sharded tower as it stands cannot run fused, or None; waits for the GPU."""

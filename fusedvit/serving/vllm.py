@@ -1,10 +1,10 @@
 """The vLLM plugin: `pip install fusedvit` beside vLLM, and its vision towers run fused.
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It changes classes of vLLM
-as their modules are imported, and nothing else. A tower's constructor fuses the tower. The model runner's profile run
-first prepares weights and captures graphs, so that `gpu_memory_utilization` accounts for them; the worker's sleep gives
-them back. A tower that cannot run fused runs vLLM's own code, and one log line says why. Switch and options: see
-`plugin`.
+as their modules are imported, and where our warnings are logged. A tower's constructor fuses the tower, unless vLLM's
+options forbid that. Once weights are loaded, the tower is judged. The model runner's profile run first prepares weights
+and captures graphs, so that `gpu_memory_utilization` accounts for them; the worker's sleep gives them back. A tower
+that cannot run fused runs vLLM's own code, and one log line says why. Switch and options: see `plugin`.
 """
 
 import functools
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedvit.api import fuse_tower, unfuse
+from fusedvit.api import fuse_tower
 from fusedvit.checks.as_built import Built
-from fusedvit.checks.fallback import ENGINE, META, TRANSFORM
+from fusedvit.checks.fallback import ENGINE
 from fusedvit.checks.ownership import name_of
 from fusedvit.checks.recorded import version_of
 from fusedvit.config import FuseConfig
@@ -43,13 +43,15 @@ from fusedvit.serving.plugin import (
     VARIABLES,
     check_options,
     install,
+    is_strict,
     known_classes,
     may_gather,
+    note_left,
     options,
     unknown_release,
     wrap,
 )
-from fusedvit.serving.served import SERVED, leave, serve_whole, served_in, try_to_fuse
+from fusedvit.serving.served import SERVED, judged, serve_whole, served_in, try_to_fuse
 from fusedvit.serving.sharded import ShardedTower
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 from fusedvit.serving.vllm_worker import (
@@ -69,7 +71,12 @@ _REPLICATED = "ReplicatedLinear"  # whole on every rank, even if its tp_size is 
 _METHOD = "quant_method"  # attribute of a layer: the object that computes it
 _MISSING = "StageMissingLayer"  # vLLM's module in place of a tower that it does not call, and which it holds
 _NORM = "FusedMMInputNorm"  # vLLM's module that normalises bytes on the device
-_WITHOUT_WEIGHTS = (META, TRANSFORM)  # load formats build models on no device, or under a dispatch mode
+# Why vLLM never calls a tower: with `strict`, too, such a tower is left alone.
+_NO_STAGE = "this pipeline stage encodes nothing"
+_NO_PICTURES = "nothing is encoded: no images and no videos are taken (--limit-mm-per-prompt, --language-model-only)"
+_DRAFT = "it is a draft model's, which gets the target's embeddings"
+_NOT_CALLED = "vLLM does not call it"
+_UNUSED = (_NO_STAGE, _NO_PICTURES, _DRAFT, _NOT_CALLED)
 _OVERTAKEN = 3  # attempts at a call, each dropped if the normalisation has changed meanwhile
 
 
@@ -82,7 +89,7 @@ def register() -> None:
     Raises:
         ValueError: `FUSEDVIT_CONFIG` holds no valid options.
     """
-    install(_PATCHES)
+    install(_PATCHES, "vllm")
 
 
 # towers
@@ -123,7 +130,7 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
     why_not = try_to_fuse(tower, _fuse_whole, family, config)
     if not why_not and _ranks(tower) > 1:
         why_not = _fuse_sharded(tower, functools.partial(_whole, tower, family, original, config, args, kwargs))
-    _settle(cls, tower, why_not)
+    _say(cls, tower, why_not)
 
 
 def _construct_model(
@@ -136,22 +143,22 @@ def _construct_model(
     if type(tower).__name__ not in family.class_names:
         return
     if tower is not held:
-        _say(type(tower), tower, _reason_of_engine(tower) or "vLLM does not call it")
+        _say(type(tower), tower, _unused(tower) or _NOT_CALLED)
         return
     mro = type(model).__mro__
     if any(sub.__module__ != _ADAPTERS for sub in mro[: mro.index(cls)]):
         _say(type(model), tower, f"it is a subclass of {cls.__name__}, and may compute something else")
         return
     check_options(family, tower.config)
-    _settle(cls, tower, try_to_fuse(tower, _fuse_whole, family, tower.config))
+    _say(cls, tower, try_to_fuse(tower, _fuse_whole, family, tower.config))
 
 
 def _construct_hugging_faces(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Runs the constructor of a Hugging Face model inside vLLM, then logs each tower of a known family as not fused."""
     original(model, *args, **kwargs)
-    for tower in model.modules():
-        if family_of(type(tower).__name__) is not None:
-            _say(type(tower), tower, "its model is Hugging Face's (model_impl=\"transformers\"), not one of vLLM's own")
+    why_not = "its model is Hugging Face's (model_impl=\"transformers\"), not one of vLLM's own"
+    for tower in [module for module in model.modules() if family_of(type(module).__name__) is not None]:
+        _say(type(tower), tower, _unused(tower) or why_not)
 
 
 def _fuse_whole(tower: Any, family: Family, config: Any) -> str:
@@ -160,40 +167,32 @@ def _fuse_whole(tower: Any, family: Family, config: Any) -> str:
     return _fuse(tower, family, config) if not why_not and _ranks(tower) == 1 else why_not
 
 
-def _settle(cls: type, tower: nn.Module, why_not: str, config: Any = None) -> None:
-    """Turns vLLM's encoder graphs off where the tower runs fused: their manager would capture what we replace.
-
-    Args:
-        config: vLLM's; None: the one that the tower is being built under.
-    """
-    if not why_not and vars(tower)[SERVED].judge is not None:
-        return  # decided once the tower has weights
+def _judge(cls: type, config: Any, tower: nn.Module) -> None:
+    """Decides whether a fused tower of the served model runs fused, now that it has weights, and turns vLLM's encoder
+    graphs off where it does: their manager, which vLLM has not built yet, would capture what we replace."""
+    why_not = judged(tower, functools.partial(_expect_bytes, tower, vars(tower)[SERVED].handle))
     _say(cls, tower, why_not)
-    config = None if why_not else config or _config()
-    if config is not None:
+    if not why_not and config is not None:
         config.compilation_config.cudagraph_mm_encoder = False
 
 
-def _judge(cls: type, config: Any, tower: nn.Module) -> None:
-    """Decides whether a tower that was built without weights runs fused, now that it has weights."""
-    why_not = try_to_fuse(tower, _judged)
-    if why_not:
-        leave(tower)
-    _settle(cls, tower, why_not, config)
-
-
-def _judged(tower: nn.Module) -> str:
-    """Why a fused tower cannot run fused, or ""."""
-    handle: FusedEncoder = vars(tower)[SERVED].handle
-    reason = handle.reason()
-    if reason is None:
-        _expect_bytes(tower, handle)
-    return str(reason or "")
-
-
 def _say(cls: type, tower: nn.Module, why_not: str) -> None:
-    if why_not and _rank_of(tower) == 0:
+    """Logs and notes why a tower runs vLLM's own code, unless `why_not` is "".
+
+    Raises:
+        RuntimeError: vLLM will call the tower, and the options are strict.
+    """
+    if not why_not:
+        return
+    note_left(tower, cls.__name__, why_not, is_used=why_not not in _UNUSED)
+    if _rank_of(tower) == 0:
         logger.info("fusedvit: %s runs vLLM's own code: %s", cls.__name__, why_not)
+
+
+def _unused(tower: nn.Module) -> str:
+    """Why vLLM never calls the tower, as far as its options say; "" for no such reason."""
+    found = try_to_fuse(tower, _reason_of_engine)
+    return found if found in _UNUSED else ""
 
 
 def _reason_of_engine(tower: nn.Module) -> str:
@@ -206,15 +205,17 @@ def _reason_of_engine(tower: nn.Module) -> str:
     from vllm import envs
 
     config = _config()
+    if not _encodes():
+        return _NO_STAGE
+    if _text_only(config):
+        return _NO_PICTURES
+    if _of_draft(config):
+        return _DRAFT
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return "VLLM_BATCH_INVARIANT is set, and fused kernels' results depend on the batch"
     lora = getattr(config, "lora_config", None)
     if getattr(lora, "enable_tower_connector_lora", False):
         return "LoRA of the vision tower is on (enable_tower_connector_lora)"
-    if not _encodes():
-        return "this pipeline stage encodes nothing"
-    if _text_only(config):
-        return "nothing is encoded: no images and no videos are taken (--limit-mm-per-prompt, --language-model-only)"
     method = _quantised_by(tower)
     if method:
         return f"its layers are quantised ({method})"
@@ -232,6 +233,13 @@ def _text_only(config: Any) -> bool:
     """Whether vLLM takes neither images nor videos: it then builds the tower on no device and discards it."""
     modes = getattr(getattr(config, "model_config", None), "multimodal_config", None)
     return modes is not None and all(modes.get_limit_per_prompt(kind) == 0 for kind in ("image", "video"))
+
+
+def _of_draft(config: Any) -> bool:
+    """Whether the model being built is a draft model of its own, for speculative decoding."""
+    given: Any = getattr(config, "speculative_config", None)
+    draft, target = (getattr(given, f"{name}_model_config", None) for name in ("draft", "target"))
+    return draft is not None and config.model_config is draft is not target
 
 
 def _quantised_by(tower: nn.Module) -> str:
@@ -309,7 +317,7 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     except ValueError as error:  # of its code, which is the same on every rank
         return unnamed(error)
     encode = functools.partial(encoded, _answer)
-    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, run, logger)
+    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, run, logger, is_strict)
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +330,7 @@ def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: 
 
 
 def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
-    """Fuses a tower; returns why it cannot run fused, or ""."""
+    """Fuses a tower, which may have no weights yet; returns why it cannot run fused, or ""."""
     try:
         built = Built.of(tower, family.engine)
         spec = family.spec_from_config(vision_config)
@@ -331,14 +339,7 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     cls, config = type(tower), _config()
     call = vllm_gemma.run if spec.padded else run
     handle = fuse_tower(tower, family, spec, _limited(options(), config, spec), built=built, call=call)
-    reason = handle.reason()
-    without_weights = reason is not None and reason.kind in _WITHOUT_WEIGHTS
-    if reason is not None and not without_weights:
-        unfuse(tower)
-        return str(reason)
-    vars(tower)[SERVED] = ServedTower(handle, judge=functools.partial(_judge, cls, config) if without_weights else None)
-    if reason is None:
-        _expect_bytes(tower, handle)
+    vars(tower)[SERVED] = ServedTower(handle, judge=functools.partial(_judge, cls, config))
     return ""
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fusedvit.model.normalization import Normalization
-from fusedvit.serving.plugin import wrap
-from fusedvit.serving.served import Served, prepare_awake, served_in, writing, writing_part
+from fusedvit.serving.plugin import left_in, wrap
+from fusedvit.serving.served import Served, prepare_awake, served_in, stats_of, writing, writing_part
 
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 WORKER = "vllm.v1.worker.gpu_worker"
@@ -39,8 +39,7 @@ class ServedTower(Served):
     Attributes:
         normalization: vLLM's normalisation of bytes, to fold into the weights; None where vLLM's own module runs.
         read_from: the state of the buffers when `normalization` was read from them; see `vllm._state_of`.
-        judge: given the tower, decides after loading whether it can run fused; None if that was decided when it was
-            built.
+        judge: given the tower, decides once it has weights whether it runs fused; None afterwards.
     """
 
     normalization: Normalization | None = None
@@ -49,8 +48,9 @@ class ServedTower(Served):
 
 
 def stats(worker: Any) -> dict[str, Any]:
-    """Counters of the fused towers of a worker, by their paths: `llm.collective_rpc("fusedvit_stats")`."""
-    return {path: served.handle.stats() for path, _, served in _served_in(worker)}
+    """What each tower of a worker does, by its path: `llm.collective_rpc("fusedvit_stats")`."""
+    model = _model_of(_runner_of(worker))
+    return left_in(model, "vLLM") | stats_of(model)
 
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _init_model_state(original: Callable[..., Any], vllm_config: Any, model: Any
 
 
 def _judge_loaded(model: Any) -> None:
-    """Decides, now that weights are loaded, about towers that a load format built without weights."""
+    """Decides about the towers of a model runner's model, now that weights are loaded."""
     for _, tower, served in served_in(model):
         if isinstance(served, ServedTower) and served.judge is not None:
             judge, served.judge = served.judge, None
@@ -141,8 +141,7 @@ def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
 
 
 def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    for path, _, served in _served_in(worker):
-        found = served.handle.stats()
+    for path, found in stats(worker).items():
         logger.info("fusedvit: %s: %s", path, {name: value for name, value in found.items() if name != "graphs"})
     return original(worker, *args, **kwargs)
 

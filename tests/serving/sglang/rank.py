@@ -7,6 +7,7 @@ and what a sharded one does where ranks differ.
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,12 @@ def sharded(architecture: str) -> dict[str, Any]:
 
 def raised(tower: Any) -> str:
     """What a call raises; "" for nothing."""
+    return error_of(lambda: embed(tower, GRIDS["mixed"]))
+
+
+def error_of(run: Callable[[], Any]) -> str:
     try:
-        embed(tower, GRIDS["mixed"])
+        run()
     except RuntimeError as error:
         return str(error)
     return ""
@@ -98,6 +103,11 @@ def differences(rank: int) -> dict[str, Any]:
         served.handle.refresh()
     with patch.dict("os.environ", {"FUSEDVIT_CONFIG": '{"gather_sharded": false}'} if rank else {}):
         found["options"] = "_fusedvit" in vars(tower_of(loaded(build())))
+    model = build()
+    if rank:
+        tower_of(model).blocks[1].register_forward_hook(lambda *_: None)
+    with patch.dict("os.environ", {} if rank else {"FUSEDVIT_CONFIG": '{"strict": true}'}):
+        found["strict at load"] = error_of(lambda: loaded(model))
     found["want"], found["after"] = want, torch.equal(embed(tower, GRIDS["mixed"]), want)
     given, fused = (pixels_of(tower, GRIDS["mixed"]), torch.tensor(GRIDS["mixed"])), served.handle.stats()["fused"]
     with torch.inference_mode():

@@ -74,6 +74,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert ("rank 0 failed OutOfMemoryError: " if rank else "") + "CUDA out of memory" in found["memory"], found
         assert not found["weights"], "gathered again on both"
         assert not found["options"], found
+        assert "cannot run fused: " in found["strict at load"] and "hooks" in found["strict at load"], found
         assert f"rank {rank} waited for the other 1" in found["late"] and found["after"], found
     said = first["differences"]["lines"]
     assert any("rank 1: its weights are sharded over 2 GPUs" in line for line in said), said

@@ -16,7 +16,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention import vision
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
-from sglang.srt.models import qwen2_5_vl
+from sglang.srt.models import qwen2_5_vl, qwen3_vl
 from sglang.srt.runtime_context import get_context
 
 import fusedvit
@@ -197,6 +197,50 @@ def test_a_changed_tower_runs_its_own_code(
         assert type(tower) is before and log.text.count("runs SGLang's own code") == 1
 
 
+def _other_dtype(tower: Any) -> None:
+    tower.merger.norm.bfloat16()
+
+
+@pytest.mark.parametrize("strict", (True, False))
+@pytest.mark.parametrize("patch", (*PATCHES, _other_dtype), ids=lambda patch: patch.__name__[1:])
+def test_what_is_left_alone_is_refused_or_reported(
+    patch: Callable[[Any], None], strict: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FUSEDVIT_CONFIG", f'{{"strict": {str(strict).lower()}}}')
+    model = build()
+    patch(tower_of(model))
+    with pytest.raises(RuntimeError, match="^fusedvit: .*cannot run fused: ") if strict else contextlib.nullcontext():
+        loaded(model)
+    runner = types.SimpleNamespace(model_runner=types.SimpleNamespace(model=model))
+    plugin.report(types.SimpleNamespace(tp_worker=runner))
+    assert log.text.count("visual: {'state': \"SGLang's own code: ") == 1
+
+
+def test_strict_where_a_constructor_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(qwen3_vl.Qwen3VLMoeVisionModel):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setenv("FUSEDVIT_CONFIG", '{"strict": true}')
+    with monkeypatch.context() as given, pytest.raises(RuntimeError, match="cannot run fused: it is a subclass"):
+        given.setattr(qwen3_vl, "Qwen3VLMoeVisionModel", Other)
+        build()
+    monkeypatch.setattr(sglang.version, "__version__", "0.6.0")
+    with pytest.raises(RuntimeError, match="cannot run fused: SGLang 0.6.0 is not known"):
+        build()
+
+
+def test_calls_that_fall_back_are_in_sglangs_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("sglang"), "handlers", [handler])
+    tower = tower_of(loaded(build()))
+    said.clear()
+    _hook(tower)
+    embed(tower, IMAGES)
+    assert len(said) == 1 and "hooks: on blocks.1" in said[0]
+
+
 def test_a_function_that_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = tower_of(loaded(build()))
     before = embed(tower, IMAGES)
@@ -218,16 +262,15 @@ def test_an_unknown_release_is_left_alone(
 def test_another_signature_is_left_alone(log: pytest.LogCaptureFixture) -> None:
     class Other(torch.nn.Module):
         def __init__(self, vision_config: Any) -> None:
-            pass
+            super().__init__()
 
         def forward(self, x: Any, grid_thw: Any, mask: Any) -> None:
             pass
 
     module = types.ModuleType("sglang.srt.models.qwen3_vl")
     module.Qwen3VLMoeVisionModel = Other  # type: ignore[attr-defined]
-    before = Other.__init__
     plugin._patch_towers(module)
-    assert Other.__init__ is before and "its forward takes ['self', 'x', 'grid_thw', 'mask']" in log.text
+    assert type(Other(None)) is Other and "its forward takes ['self', 'x', 'grid_thw', 'mask']" in log.text
 
 
 @pytest.mark.parametrize("option", ({"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}), ids=str)
@@ -291,6 +334,7 @@ def test_a_stage_that_encodes_nothing(monkeypatch: pytest.MonkeyPatch, log: pyte
     model = build()
     stage = types.SimpleNamespace(pp_group=types.SimpleNamespace(is_first_rank=False), tp_rank=0, tp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: stage)
+    monkeypatch.setenv("FUSEDVIT_CONFIG", '{"strict": true}')
     loaded(model)
     assert "_fusedvit" not in vars(tower_of(model)) and "this pipeline stage encodes nothing" in log.text
 

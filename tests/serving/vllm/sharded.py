@@ -1,5 +1,6 @@
 """Two ranks with sharded weights, vLLM's default under tensor parallelism: `python sharded.py SCENARIO...`, in turn."""
 
+import functools
 import logging
 import os
 import sys
@@ -414,6 +415,78 @@ def without_weights(rank: int) -> None:
                     module._buffers[leaf] = plain.visual.get_submodule(name)._buffers[leaf]
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         check(config, model.eval())
+
+
+def in_half(rank: int) -> None:
+    """What fp16 cannot hold is judged of gathered weights, not of what a copy holds as it is built."""
+    from unittest.mock import patch
+
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from fusedvit.bench.towers import random_weights_
+    from fusedvit.serving import vllm_worker
+    from tests.serving.vllm import support
+
+    create = UnquantizedLinearMethod.create_weights
+
+    def in_used_memory(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, layer, *args, **kwargs)
+        layer.weight.data.view(torch.int16).random_(0, 300)
+
+    config = support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2, dtype="float16")
+    for fits in (True, False):
+        config.compilation_config.cudagraph_mm_encoder = True
+        with patch.object(UnquantizedLinearMethod, "create_weights", in_used_memory):
+            model = support.build(config, (rank, 2)).eval()
+        random_weights_(model.visual)
+        if not fits and rank == 1:  # this rank's heads
+            model.visual.blocks[1].norm1.weight.data[5] = 3e3
+            model.visual.blocks[1].attn.qkv.weight.data[:, 5] = 30.0
+        vllm_worker._init_model_state(lambda *_: None, config, model)
+        assert config.compilation_config.cudagraph_mm_encoder is not fits
+        assert (SERVED in vars(model.visual)) is fits, vllm_worker.stats(worker_of(model))
+    assert "beyond fp16" in vllm_worker.stats(worker_of(model))["visual"]["state"]
+
+
+def worker_of(model: Any) -> Any:
+    return SimpleNamespace(model_runner=SimpleNamespace(model=model))
+
+
+def refused_on_one(rank: int) -> None:
+    """What keeps one rank from running fused once there are weights keeps both, and a strict rank makes both raise."""
+    from fusedvit.bench.towers import random_weights_
+    from fusedvit.serving import vllm_worker
+    from tests.serving.vllm import support
+
+    config = support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2)
+    for strict in (False, True):
+        config.compilation_config.cudagraph_mm_encoder = True
+        if strict and rank == 0:
+            os.environ["FUSEDVIT_CONFIG"] = '{"strict": true}'
+        model = support.build(config, (rank, 2)).eval()
+        random_weights_(model.visual)
+        if rank == 1:
+            model.visual.blocks[1].register_forward_hook(lambda *_: None)
+        if strict:
+            error = raised(functools.partial(vllm_worker._judge_loaded, model))
+            assert "cannot run fused: rank 1: hooks: on blocks.1" in error, error
+        else:
+            vllm_worker._profile(lambda _: None, worker_of(model).model_runner)
+            assert "rank 1: hooks: on blocks.1" in vllm_worker.stats(worker_of(model))["visual"]["state"]
+            assert config.compilation_config.cudagraph_mm_encoder and SERVED not in vars(model.visual)
+            assert torch.isfinite(support.embed(config, model, support.GRIDS["mixed"])).all()
+        os.environ.pop("FUSEDVIT_CONFIG", None)
+
+
+def strict_where_forbidden(rank: int) -> None:
+    """One rank is strict, the other may not gather: both raise as towers are built."""
+    from tests.serving.vllm import support
+
+    os.environ["FUSEDVIT_CONFIG"] = '{"gather_sharded": false}' if rank else '{"strict": true}'
+    config = support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2)
+    error = raised(lambda: support.build(config, (rank, 2)))
+    os.environ.pop("FUSEDVIT_CONFIG")
+    assert "cannot run fused: rank 1: its weights are sharded" in error, error
 
 
 def not_noted(rank: int) -> None:

@@ -21,6 +21,7 @@ from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 
 from fusedvit.bench.towers import padded_images, random_weights_
+from fusedvit.serving import vllm_worker
 
 Grid = list[tuple[int, int, int]]
 GRIDS: dict[str, Grid] = {
@@ -166,11 +167,12 @@ def _known_config(architecture: str) -> Any:
 def load(
     architecture: str = "Qwen3VLForConditionalGeneration", config: Any = None, rank_and_world: tuple[int, int] = (0, 1)
 ) -> tuple[Any, Any]:
-    """(config, model) with random weights of a size at which errors show."""
+    """(config, model) with random weights of a size at which errors show, as vLLM's model runner takes it over."""
     config = config or _known_config(architecture)
     config.compilation_config.cudagraph_mm_encoder = True
     model = build(config, rank_and_world)
     random_weights_(tower_of(model))
+    vllm_worker._init_model_state(lambda *_: None, config, model)
     return config, model.eval()
 
 

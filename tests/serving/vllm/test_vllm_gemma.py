@@ -287,6 +287,6 @@ def test_another_source(method: str, heard: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, gemma4_mm.__name__, SimpleNamespace(__name__=gemma4_mm.__name__, **{NAME: theirs}))
     with heard.at_level(logging.INFO, "vllm.fusedvit"):
         plugin.register()
-    assert vars(theirs)["__init__"] is kept["__init__"] and vars(theirs)[method] is other
+    assert vars(theirs)["__init__"].__wrapped__ is kept["__init__"] and vars(theirs)[method] is other
     assert method in line_of(heard) and NAME in line_of(heard)
     assert not wrong_model(cls)

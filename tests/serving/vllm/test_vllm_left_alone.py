@@ -1,0 +1,229 @@
+"""Towers are judged once they have weights; what is left to vLLM's own code keeps its graphs and says why."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from torch import nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models import qwen3_vl
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from fusedvit.bench.towers import random_weights_
+from fusedvit.serving import vllm as plugin
+from fusedvit.serving import vllm_worker
+from fusedvit.serving.plugin import CONFIG
+from fusedvit.serving.served import SERVED
+from tests.serving.vllm.support import GRIDS, build, config_of, embed, folder_of, load, tower_of, under
+from tests.serving.vllm.test_vllm_processes import run
+
+QWEN, GEMMA = "Qwen3VLForConditionalGeneration", "Gemma4ForConditionalGeneration"
+GRID = GRIDS["images"]
+LORA = {"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True}
+NO_PICTURES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+STEPS: dict[str, Callable[[Any, Any], Any]] = {  # of a start, each before vLLM may build its own graphs
+    "V2 loads": lambda config, model: vllm_worker._init_model_state(lambda *_: None, config, model),
+    "profile": lambda _, model: vllm_worker._profile(lambda _: None, SimpleNamespace(model=model)),
+    "initialize": lambda _, model: vllm_worker._initialize(lambda _: None, worker_of(model)),
+}
+
+
+def worker_of(model: Any) -> Any:
+    return SimpleNamespace(model_runner=SimpleNamespace(model=model))
+
+
+def stats(model: Any) -> Any:
+    return vllm_worker.stats(worker_of(model))
+
+
+@pytest.fixture
+def used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.empty` finds there, as a tower is built: as fp16, 0 to 1.8e-5, whose prepared weights overflow."""
+    create = UnquantizedLinearMethod.create_weights
+
+    def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, layer, *args, **kwargs)
+        layer.weight.data.view(torch.int16 if layer.weight.dtype == torch.float16 else torch.int32).random_(0, 300)
+
+    monkeypatch.setattr(UnquantizedLinearMethod, "create_weights", create_weights)
+
+
+@pytest.mark.parametrize("architecture", [QWEN, "Qwen2_5_VLForConditionalGeneration", "Glm4vForConditionalGeneration"])
+def test_what_fp16_cannot_hold_is_judged_of_loaded_weights(architecture: str, used_memory: None) -> None:
+    config, model = load(architecture, config_of(architecture, dtype="float16"))
+    assert not config.compilation_config.cudagraph_mm_encoder
+    embed(config, model, GRID)
+    assert stats(model)["visual"]["fused"] == 1
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_its_graphs_stay_where_loaded_weights_cannot_run_fused(step: str) -> None:
+    config = config_of(QWEN, dtype="float16")
+    model = build(config)
+    tower = tower_of(model)
+    random_weights_(tower)
+    tower.blocks[1].norm1.weight.data[5] = 3e3
+    tower.blocks[1].attn.qkv.weight.data[:, 5] = 30.0
+    STEPS[step](config, model)
+    assert config.compilation_config.cudagraph_mm_encoder and SERVED not in vars(tower)
+    assert stats(model)["visual"].keys() == {"state"}
+    assert stats(model)["visual"]["state"].startswith("vLLM's own code: beyond fp16")
+    assert embed(config, model, GRID).shape, "by vLLM's own code"
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("architecture", [QWEN, GEMMA])
+def test_its_graphs_are_off_before_vllm_may_build_them(architecture: str, step: str) -> None:
+    config = config_of(architecture)
+    model = build(config).eval()
+    random_weights_(tower_of(model))
+    build(config)  # of a model that no runner serves
+    assert config.compilation_config.cudagraph_mm_encoder, "nothing is decided without weights"
+    STEPS[step](config, model)
+    assert not config.compilation_config.cudagraph_mm_encoder
+
+
+def test_a_draft_models_tower_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG, '{"strict": true}')
+    draft = {"model": str(folder_of(QWEN)), "method": "draft_model", "num_speculative_tokens": 2}
+    config = config_of(QWEN, speculative_config=draft)
+    target = build(config)
+    proposer: Any = DraftModelProposer.__new__(DraftModelProposer)
+    proposer.vllm_config, proposer.speculative_config = config, config.speculative_config
+    given = proposer._create_draft_vllm_config()
+    assert given.compilation_config is config.compilation_config
+    with under(given):
+        model = get_model(vllm_config=given, prefix="draft_model")
+    assert SERVED in vars(target.visual) and SERVED not in vars(model.visual)
+    assert config.compilation_config.cudagraph_mm_encoder and "a draft model's" in stats(model)["visual"]["state"]
+
+
+def test_a_draft_that_is_the_target() -> None:
+    """As n-grams are drafted."""
+    both = SimpleNamespace()
+    spec = SimpleNamespace(draft_model_config=both, target_model_config=both)
+    assert not plugin._of_draft(SimpleNamespace(model_config=both, speculative_config=spec))
+    assert not plugin._of_draft(SimpleNamespace(model_config=both, speculative_config=None))
+
+
+# strict
+
+
+def subclass() -> Iterator[None]:
+    class Other(qwen3_vl.Qwen3_VisionTransformer):  # type: ignore[misc]
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen3_vl, "Qwen3_VisionTransformer", Other)
+        yield
+
+
+def release() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "__version__", "0.99.0")
+        yield
+
+
+def late() -> Iterator[None]:
+    """A weight that arrives in another dtype."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_worker, "_judge_loaded", lambda model: judge(cast(model)))
+        yield
+
+
+judge = vllm_worker._judge_loaded
+
+
+def cast(model: Any) -> Any:
+    model.visual.merger.norm.bfloat16()
+    return model
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Iterator[None]] | None, str]] = {
+    "LoRA": (LORA, None, "LoRA"),
+    "a subclass": ({}, subclass, "subclass"),
+    "a release": ({}, release, "0.99.0"),
+    "found once it has weights": ({}, late, "several dtypes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_left_alone(name: str, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, around, part = REFUSED[name]
+    monkeypatch.setenv(CONFIG, json.dumps({"strict": strict}))
+    config = config_of(QWEN, **options)
+    for _ in around() if around else (None,):
+        if strict:
+            with pytest.raises(RuntimeError, match=f"^fusedvit: .* cannot run fused: .*{part}"):
+                load(config=config)
+        else:
+            (found,) = stats(load(config=config)[1]).values()
+            assert found.keys() == {"state"} and found["state"].startswith("vLLM's own code: ") and part in str(found)
+
+
+@pytest.mark.parametrize("architecture", [QWEN, GEMMA])
+def test_a_strict_server_that_encodes_nothing_starts(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG, '{"strict": true}')
+    assert "no images and no videos" in str(stats(build(config_of(architecture, **NO_PICTURES, **LORA))))
+    monkeypatch.setattr(plugin, "_encodes", lambda: False)
+    assert "this pipeline stage" in str(stats(load(architecture, config_of(architecture))[1]))
+
+
+def test_a_strict_server_with_another_class() -> None:
+    class Tower(nn.Module):
+        def __init__(self, vision_config: Any) -> None:
+            super().__init__()
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return pixels
+
+    plugin._patch_towers(SimpleNamespace(__name__=qwen3_vl.__name__, Qwen3_VisionTransformer=Tower))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CONFIG, '{"strict": true}')
+        with pytest.raises(RuntimeError, match="cannot run fused: its forward takes"):
+            Tower(None)
+    assert "its forward takes" in stats(Tower(None))[""]["state"]
+
+
+# where it says so
+
+
+def test_calls_that_fall_back_are_in_vllms_log() -> None:
+    config, model = load()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        hook = model.visual.blocks[1].register_forward_hook(lambda *_: None)
+        embed(config, model, GRID)
+        hook.remove()
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
+    assert len(said) == 1 and "hooks: on blocks.1" in said[0]
+
+
+LOGGERS = """
+import logging, sys
+if sys.argv[1:]:
+    logging.getLogger("fusedvit").addHandler(logging.NullHandler())
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+import fusedvit.serving.vllm
+fusedvit.serving.vllm.register()
+print(logging.getLogger("fusedvit").parent.name)
+"""
+
+
+def test_where_it_logs() -> None:
+    """An application that has handlers of its own for fusedvit keeps them alone."""
+    assert run("-c", LOGGERS).split()[-1] == "vllm"
+    assert run("-c", LOGGERS, "application").split()[-1] == "root"
+    assert run("-c", LOGGERS, FUSEDVIT_DISABLE="1").split()[-1] == "root"
