@@ -48,6 +48,9 @@ _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # their c
 _CHECKPOINTING = "GradientCheckpointingLayer"  # wraps the `forward` of every derived class
 _FOR_GRADIENTS = {*CHECKPOINTING}  # `module_calls` judges them: torch's function only recomputes the same
 _CONTEXTS = "torch.utils._contextlib"  # its wrapper enters a context around a function
+# Decorators of these modules may run anything, or lower the precision: only where the source itself applies them.
+_NAMED_IN_SOURCE = (*HUGGING_FACE.packages, "contextlib", "torch._dynamo.")
+_COMPILING = {"compile", "disable"}  # names under which sources apply torch._dynamo's decorators
 
 
 class CodeWalk:
@@ -194,15 +197,17 @@ class CodeWalk:
 def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> bool:
     """Whether a decorator's wrapper is one that the source applies, or one that sets a gradient mode.
 
-    A serving engine's decorators may return a wrapper of another name, so their wrappers are accepted anywhere.
+    A serving engine's own decorators may return a wrapper of another name, so their wrappers are accepted anywhere.
     """
     found = definition_of(wrapper)
     if found is None:
         return False
     if found.module == _CONTEXTS:
         return sets_gradients(wrapper)
-    if decorators is None or not found.module.startswith(HUGGING_FACE.packages):
+    if decorators is None or not found.module.startswith(_NAMED_IN_SOURCE):
         return True
+    if found.module.startswith("torch._dynamo."):
+        return not decorators.isdisjoint(_COMPILING)
     return found.path.partition(".")[0] in (*decorators, _CHECKPOINTING)
 
 

@@ -667,3 +667,29 @@ def test_wrong_options(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIG, text)
     with pytest.raises(ValueError, match=f"^fusedvit: {CONFIG}="):
         plugin.register()
+
+
+@contextlib.contextmanager
+def _low_precision() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+def test_a_context_around_a_forward_is_noticed(served: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's wrapper around a function is the engine's own only where the engine's source applies it."""
+    config, model, handle = served
+    embed(config, model, GRID)
+    before = fused_calls(handle)
+    monkeypatch.setattr(qwen3_vl.Qwen3_VisionMLP, "forward", _low_precision()(qwen3_vl.Qwen3_VisionMLP.forward))
+    assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
+    assert "Qwen3_VisionMLP.forward" in str(handle.reason())
+
+
+def test_a_method_of_another_module_is_noticed(served: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would compute with the other module's attributes."""
+    config, model, handle = served
+    embed(config, model, GRID)
+    before, (first, second, *_) = fused_calls(handle), (block.attn.attn for block in model.visual.blocks)
+    monkeypatch.setattr(first, "_forward_method", second._forward_method)
+    assert close(embed(config, model, GRID), own()) and fused_calls(handle) == before
+    assert "another object" in str(handle.reason())
