@@ -41,6 +41,7 @@ _CONTAINERS = (*NEVER_CALLED, nn.Sequential)
 _CONFIG = ("_attn_implementation", "attribute_map", "__getattribute__", "__getattr__", "__mro__")  # of its class
 _parts_of_partial = attrgetter("func", "args", "keywords")
 _wants_gradient = attrgetter("requires_grad")
+_TRAINING = attrgetter("training")
 
 
 @dataclass(frozen=True)
@@ -263,10 +264,16 @@ class Snapshot:
             and self.hidden[0].isdisjoint(self.hidden[1])
             and self.parameters.entries.unchanged()
             and self.buffers.entries.unchanged()
-            and list(map(module_calls.is_checkpointed_by_others, self.checkpointing[0])) == self.checkpointing[1]
+            and self._checkpointed_as_before()
         )
         self.written.versions = versions if unchanged else None
         return unchanged
+
+    def _checkpointed_as_before(self) -> bool:
+        modules, before = self.checkpointing
+        if not any(map(_TRAINING, modules)):  # the usual case, in a microsecond: no block is checkpointed
+            return not any(before)
+        return list(map(module_calls.is_checkpointed_by_others, modules)) == before
 
     def _is_of_its_class(self) -> bool:
         """Whether the tower has its class, apart from changes by `fuse` and `unfuse`, and its `__dict__`."""

@@ -93,9 +93,9 @@ class CheckedTower:
             return reason
         wrong = wrong_attributes(plain, built, self.family, self.spec, self._code)
         if not wrong:
-            self._by_state = False
             if self.built is None:
                 built.keep(self.tower)
+            self._by_state = False
             wrong = wrong_buffers(self.tower, self.family, self.spec, self._code.names)
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.checks.ownership import describe, is_torchs
 from fusedvit.checks.source_code import Definition, definition_of, wrapped_by
 
 COMPILED = "_compiled_call_impl"  # if it is not None, `__call__` runs nothing else
@@ -25,6 +24,7 @@ _WRAPPER = Definition("torch._dynamo.eval_frame", "_TorchDynamoContext.__call__.
 _PLAIN = (int, float, str, type(None))  # other options, such as passes over the graph, may change what is computed
 # A class's flag, and the function that its blocks then run in training mode, if gradients are enabled.
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
+_OPTIONS = {bool, str, type(None)}  # types of its plain options
 _CHECKPOINT = Definition("torch.utils.checkpoint", "checkpoint")
 _OFFLOADED_CHECKPOINT = Definition(  # transformers' own around torch's
     "transformers.modeling_utils", "PreTrainedModel._activation_checkpointing_enable.<locals>.checkpoint_func"
@@ -40,9 +40,7 @@ def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
         elif value is not None and not _is_call_of(value, module) and not _is_compiled_by_torch(value, module):
             yield f"{path} is compiled by another backend than torch's inductor ({path}.{name})"
     if is_checkpointed_by_others(module):
-        function = getattr(module, CHECKPOINTING[1], None)
-        function = function.func if isinstance(function, partial) else function
-        yield f"{path}.{CHECKPOINTING[1]} is {describe(function)}, expected torch's checkpoint"
+        yield f"{path}.{CHECKPOINTING[1]} is {getattr(module, CHECKPOINTING[1], None)}, expected torch's checkpoint"
 
 
 def may_checkpoint(module: nn.Module) -> bool:
@@ -60,17 +58,17 @@ def is_checkpointed_by_others(module: nn.Module) -> bool:
 def _is_torchs_checkpoint(function: object) -> bool:
     """Whether `function` is torch's checkpoint, with plain options: a `context_fn` may change what is computed."""
     if type(function) is partial:
-        if function.args or not all(isinstance(option, _PLAIN) for option in function.keywords.values()):
+        if function.args or not {*map(type, function.keywords.values())} <= _OPTIONS:
             return False
         function = function.func
-    if not isinstance(function, FunctionType):
-        return False
-    if definition_of(function) == _OFFLOADED_CHECKPOINT:
+    if isinstance(function, FunctionType) and definition_of(function) == _OFFLOADED_CHECKPOINT:
         function = function.__globals__.get("checkpoint")
-    innermost = function
-    while isinstance(innermost, FunctionType) and (inner := wrapped_by(innermost)) is not None:
-        innermost = inner
-    return isinstance(function, FunctionType) and is_torchs(function) and definition_of(innermost) == _CHECKPOINT
+    while isinstance(function, FunctionType) and (inner := wrapped_by(function)) is not None:
+        found = definition_of(function)  # torch wraps it to keep its compiler away
+        if found is None or not found.module.startswith("torch.") or found.module.startswith("torch._dynamo"):
+            return False
+        function = inner
+    return definition_of(function) == _CHECKPOINT
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

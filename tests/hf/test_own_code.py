@@ -743,6 +743,17 @@ def other_class(patch: pytest.MonkeyPatch, tower: Any) -> None:
     patch.setattr(home, "Qwen3VLVisionMLP", home.Qwen3VLTextMLP)
 
 
+def test_a_constructor_that_torchs_compiler_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(as_built, "_kept", {})
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, getattr(nn.Module, name))
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    importlib.import_module("torch._dynamo.mutation_guard").install_generation_tagging_init()
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    Call.of(tower, GRIDS["video"]).run(tower)
+
+
 def other_constructor(patch: pytest.MonkeyPatch, tower: Any) -> None:
     cls = type(tower.blocks[0].attn)
     old = cls.__init__

@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         "modules",
         CHECKED,
-        "wrong = wrong_modules(plain, built, family, spec)",
+        "wrong = wrong_modules(plain, built, self.family, self.spec)",
         'wrong = ""',
         "hf/changes",
     ),

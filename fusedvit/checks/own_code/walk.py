@@ -49,8 +49,7 @@ _CHECKPOINTING = "GradientCheckpointingLayer"  # wraps the `forward` of every de
 _FOR_GRADIENTS = {*CHECKPOINTING}  # `module_calls` judges them: torch's function only recomputes the same
 _CONTEXTS = "torch.utils._contextlib"  # its wrapper enters a context around a function
 # Decorators of these modules may run anything, or lower the precision: only where the source itself applies them.
-_NAMED_IN_SOURCE = (*HUGGING_FACE.packages, "contextlib", "torch._dynamo.")
-_COMPILING = {"compile", "disable"}  # names under which sources apply torch._dynamo's decorators
+_NAMED_IN_SOURCE = (*HUGGING_FACE.packages, "contextlib")
 
 
 class CodeWalk:
@@ -206,8 +205,6 @@ def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> b
         return sets_gradients(wrapper)
     if decorators is None or not found.module.startswith(_NAMED_IN_SOURCE):
         return True
-    if found.module.startswith("torch._dynamo."):
-        return not decorators.isdisjoint(_COMPILING)
     return found.path.partition(".")[0] in (*decorators, _CHECKPOINTING)
 
 
