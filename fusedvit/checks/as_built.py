@@ -131,7 +131,7 @@ def _refuse_constructors(tower: nn.Module) -> None:
     for cls in dict.fromkeys(own_class(type(m)) for m in tower.modules()):
         for home in cls.__mro__:
             function = vars(home).get("__init__")
-            if definition_of(function) == _TAGGING:
+            while definition_of(function) == _TAGGING:
                 function = dict(zip(function.__code__.co_freevars, cells_of(function), strict=True))[
                     "init"
                 ].cell_contents

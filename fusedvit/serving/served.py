@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import EngineCall, fuse_sharded, unfuse
+import fusedvit
 from fusedvit.checks.as_built import Built
 from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
@@ -82,7 +82,7 @@ def serve_whole(
     group: Group,
     make: Callable[[], tuple[nn.Module | None, str]],
     encode: Encode,
-    call: EngineCall,
+    take: Callable[[FusedEncoder], object],
     logger: logging.Logger,
     strict: Callable[[], bool],
 ) -> str:
@@ -93,7 +93,7 @@ def serve_whole(
         built: `tower` as it was built.
         make: builds the copy and fuses it, or says why it cannot, or must not, be fused.
         encode: see `ShardedTower`.
-        call: see `fuse_sharded`.
+        take: lets the tower call the handle of its copy: `fuse_sharded`.
         strict: whether this rank's options are strict.
 
     Raises:
@@ -104,7 +104,7 @@ def serve_whole(
         served: Served = vars(whole)[SERVED]
         served.sharded = ShardedTower(tower, whole, served.handle, built, group, encode, logger)
         vars(tower)[SERVED] = served
-        fuse_sharded(tower, served.handle, call)
+        take(served.handle)
     return why_not
 
 
@@ -147,7 +147,7 @@ def judged(tower: nn.Module, before: Callable[[], object] = lambda: None) -> str
 
 def leave(tower: nn.Module) -> None:
     """Restores a tower to the engine's own code."""
-    unfuse(tower)
+    fusedvit.unfuse(tower)
     vars(tower).pop(SERVED, None)
 
 

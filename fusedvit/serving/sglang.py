@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import fuse_tower
+from fusedvit.api import fuse_sharded, fuse_tower
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.fallback import ENGINE
 from fusedvit.errors import Reason, unnamed
@@ -299,7 +299,8 @@ def _fuse_sharded(tower: nn.Module, noted: Noted) -> str:
 
     assert noted.built is not None, "asked for only where nothing was wrong"
     encode = functools.partial(encoded, _answer)
-    return serve_whole(tower, noted.built, Group.of(get_tp_group()), make, encode, run, logger, is_strict)
+    take = lambda handle: fuse_sharded(tower, handle, run)  # noqa: E731
+    return serve_whole(tower, noted.built, Group.of(get_tp_group()), make, encode, take, logger, is_strict)
 
 
 def _grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | Reason:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedvit.api import fuse_tower
+from fusedvit.api import fuse_sharded, fuse_tower
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.fallback import ENGINE
 from fusedvit.checks.ownership import name_of
@@ -317,7 +317,8 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     except ValueError as error:  # of its code, which is the same on every rank
         return unnamed(error)
     encode = functools.partial(encoded, _answer)
-    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, run, logger, is_strict)
+    take = lambda handle: fuse_sharded(tower, handle, run)  # noqa: E731
+    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, take, logger, is_strict)
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
