@@ -133,6 +133,7 @@ def is_foreign_object(value: object, engine: Engine) -> bool:
     if isinstance(value, ModuleType):  # torch has module objects of its own for operators and libraries
         named = value.__name__.partition(".")[0]
         known = named in {"torch", "triton", *sys.stdlib_module_names, *_ARRAYS} or named in _roots_of(engine)
+        known = known or engine is not HUGGING_FACE  # engines import many packages, more on a GPU
         return root != "torch" and not (known and sys.modules.get(value.__name__) is value)
     return callable(value) or root == "types" or root not in {"torch", *sys.stdlib_module_names, *_ARRAYS}
 

@@ -167,6 +167,8 @@ class CodeWalk:
         """Whether a class or a function of C is not the one that the module's source defines or imports."""
         if defines(module.__name__, name):
             return not isinstance(value, type) or (value.__module__, value.__qualname__) != (module.__name__, name)
+        if self.engine is not HUGGING_FACE:  # engines import classes and C functions of many packages, more on a GPU
+            return False
         homes = ("torch.", *self.engine.packages, *self.engine.libraries)
         return is_foreign_name(value, self.engine.renamed.get(name, name), homes)
 
