@@ -127,7 +127,7 @@ class CompileService:
             if self._process is None:
                 self._start()
             else:
-                self._outbox.put(request)
+                self._send(request)
 
     @staticmethod
     def _goes_before(request: Request, known: Request | None) -> bool:
@@ -200,7 +200,7 @@ class CompileService:
             return
         self._process, self._outbox = process, outbox
         for request in {id(request): request for request in self._waiting.values()}.values():
-            self._outbox.put(request)
+            self._send(request)
 
     def _program(self) -> tuple["subprocess.Popen[bytes]", int]:
         """Starts the program. Returns it and the descriptor from which its answers are read. Raises OSError."""
@@ -232,6 +232,9 @@ class CompileService:
             "TMPDIR": self._scratch,
             "CUDA_VISIBLE_DEVICES": "",
         }
+
+    def _send(self, request: Request) -> None:
+        self._outbox.put(request)
 
     def _write(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]") -> None:
         """Sends what is put into the outbox, in a thread: while the program starts, a pipe that is full blocks."""
