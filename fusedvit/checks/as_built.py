@@ -21,7 +21,7 @@ from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import describe, is_of_python, is_own, name_of, own_class
-from fusedvit.checks.source_code import Definition, cells_of, definition_of
+from fusedvit.checks.source_code import Definition, cells_of, definition_of, wrapped_by
 from fusedvit.errors import attempted, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
@@ -52,7 +52,7 @@ DROPOUT = "attention_dropout"  # applied only in training mode
 _REGISTRIES = (dict, OrderedDict)  # an OrderedDict in modules that an older torch has pickled
 _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
 _MOST_KEPT = 32  # structures
-# What torch.compile puts in the place of `nn.Module.__init__`, for good: it runs `init`, and notes the instance.
+# What torch.compile puts in the place of `nn.Module.__init__`, for good: it runs that, and notes the instance.
 _TAGGING = Definition("torch._dynamo.mutation_guard", "install_generation_tagging_init.<locals>.patched_init")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # casting a tower rounds its rotary frequencies for good
 _NOT_READ = {*vars(nn.Module()), "config"}  # compared separately
@@ -128,16 +128,23 @@ def _built(tower: nn.Module) -> Built:
 def _refuse_constructors(tower: nn.Module) -> None:
     """Raises ValueError if the constructor of a class in `tower` has been replaced: both `tower` and one built now may
     come from it, and agree."""
-    for cls in dict.fromkeys(own_class(type(m)) for m in tower.modules()):
-        for home in cls.__mro__:
-            function = vars(home).get("__init__")
-            while definition_of(function) == _TAGGING:
-                function = dict(zip(function.__code__.co_freevars, cells_of(function), strict=True))[
-                    "init"
-                ].cell_contents
-            expected = Definition(home.__module__, f"{home.__qualname__}.__init__")
-            if isinstance(function, FunctionType) and not is_of_python(home) and definition_of(function) != expected:
-                raise ValueError(f"{name_of(home)}.__init__ is {describe(function)}")
+    for home in dict.fromkeys(home for m in tower.modules() for home in own_class(type(m)).__mro__):
+        value = vars(home).get("__init__")
+        expected = Definition(home.__module__, f"{home.__qualname__}.__init__")
+        if value is not None and not is_of_python(home) and definition_of(_inside(value, expected)) != expected:
+            raise ValueError(f"{name_of(home)}.__init__ is {describe(value)}")
+
+
+def _inside(constructor: object, expected: Definition) -> object:
+    """A constructor without the wrappers of torch's and transformers' decorators around it."""
+    while isinstance(constructor, FunctionType) and (found := definition_of(constructor)) and found != expected:
+        if found == _TAGGING:
+            (constructor,) = (cell.cell_contents for cell in cells_of(constructor))
+        elif found.module.startswith(HUGGING_FACE.decorators):
+            constructor = wrapped_by(constructor)
+        else:
+            break
+    return constructor
 
 
 def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:

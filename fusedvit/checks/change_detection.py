@@ -41,7 +41,7 @@ _CONTAINERS = (*NEVER_CALLED, nn.Sequential)
 _CONFIG = ("_attn_implementation", "attribute_map", "__getattribute__", "__getattr__", "__mro__")  # of its class
 _parts_of_partial = attrgetter("func", "args", "keywords")
 _wants_gradient = attrgetter("requires_grad")
-_TRAINING = attrgetter("training")
+_is_training = attrgetter("training")
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Snapshot:
 
     def _checkpointed_as_before(self) -> bool:
         modules, before = self.checkpointing
-        if not any(map(_TRAINING, modules)):  # the usual case, in a microsecond: no block is checkpointed
+        if not any(map(_is_training, modules)):  # the usual case, in a microsecond: no block is checkpointed
             return not any(before)
         return list(map(module_calls.is_checkpointed_by_others, modules)) == before
 

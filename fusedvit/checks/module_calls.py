@@ -40,7 +40,10 @@ def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
         elif value is not None and not _is_call_of(value, module) and not _is_compiled_by_torch(value, module):
             yield f"{path} is compiled by another backend than torch's inductor ({path}.{name})"
     if is_checkpointed_by_others(module):
-        yield f"{path}.{CHECKPOINTING[1]} is {getattr(module, CHECKPOINTING[1], None)}, expected torch's checkpoint"
+        function = getattr(module, CHECKPOINTING[1], None)
+        function = function.func if isinstance(function, partial) else function
+        name = getattr(function, "__qualname__", type(function).__qualname__)  # a repr may print tensors, or raise
+        yield f"{path}.{CHECKPOINTING[1]} is {name}, expected torch's checkpoint with plain options"
 
 
 def may_checkpoint(module: nn.Module) -> bool:

@@ -15,6 +15,8 @@ from fusedvit.families.engine import HUGGING_FACE, Engine
 ORIGINAL = "_fusedvit_original"  # attribute of the class that `fuse` gives a tower: the tower's original class
 _WRAPPING = ("torch.distributed.", "torch.nn.utils.")
 _ARRAYS = ("numpy",)
+# Packages whose modules Hugging Face's towers call. Serving engines call many, and more on a GPU.
+_CALLED = {"torch", "triton", "transformers", *_ARRAYS, *sys.stdlib_module_names}
 
 
 def own_class(cls: Any) -> Any:
@@ -131,16 +133,9 @@ def is_foreign_object(value: object, engine: Engine) -> bool:
     if home.startswith(("typing.", *engine.packages)):
         return False
     if isinstance(value, ModuleType):  # torch has module objects of its own for operators and libraries
-        named = value.__name__.partition(".")[0]
-        known = named in {"torch", "triton", *sys.stdlib_module_names, *_ARRAYS} or named in _roots_of(engine)
-        known = known or engine is not HUGGING_FACE  # engines import many packages, more on a GPU
+        known = engine is not HUGGING_FACE or value.__name__.partition(".")[0] in _CALLED
         return root != "torch" and not (known and sys.modules.get(value.__name__) is value)
     return callable(value) or root == "types" or root not in {"torch", *sys.stdlib_module_names, *_ARRAYS}
-
-
-def _roots_of(engine: Engine) -> set[str]:
-    """The packages whose modules an engine's code may call."""
-    return {prefix.partition(".")[0] for prefix in (*engine.packages, *engine.libraries)}
 
 
 def name_of(defined: FunctionType | type) -> str:

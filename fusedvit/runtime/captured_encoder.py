@@ -39,7 +39,10 @@ GRAPH_BYTES = 5 * 2**17  # estimate for one captured graph: 0.52 to 0.6 MiB on a
 GRIDS_KEPT = 512
 MAX_GRID_ROWS = 2**16  # rows of all kept grids together: 768 KiB
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
-_NOT_ALLOCATED: Callable[[int], EncoderBuffers] = dict[int, EncoderBuffers]().__getitem__
+
+
+def _not_allocated(budget: int) -> EncoderBuffers:
+    raise KeyError(f"token budget {budget}: buffers are allocated with the first capture")
 
 
 class CapturedEncoder:
@@ -67,7 +70,7 @@ class CapturedEncoder:
         self._planner = planner
         self._side = side or (CapturedSideStream(device) if device.type == "cuda" else IN_LINE)
         self._whole: EncoderBuffers | None = None
-        self.buffers = _NOT_ALLOCATED
+        self.buffers: Callable[[int], EncoderBuffers] = _not_allocated
         self._plans: dict[int, EncoderPlan] = {}
         self._max_frames = 0
         self._grid_slots = torch.empty(0, 0, 3, dtype=torch.int32, device=device)
@@ -107,7 +110,7 @@ class CapturedEncoder:
 
     def free(self) -> None:
         self._whole = None
-        self.buffers = _NOT_ALLOCATED
+        self.buffers = _not_allocated
         self._grid_slots = self._grid_slots[:0].clone()
         self._grids = {}
 

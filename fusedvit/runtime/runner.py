@@ -3,9 +3,9 @@
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -222,7 +222,9 @@ def _launch_steps(
     if len(steps) == 1 and steps[0].batch is None:
         eager[steps[0].reason] += 1
         return run_eager(runtime, pixels, items)
-    outputs, unit = runtime.new_outputs(_tokens(items)), runtime.spec.merge_unit
+    unit = runtime.spec.merge_unit
+    # The call's outputs, allocated at the first use: the GPU then works on the first batch already.
+    outputs = cache(lambda: runtime.new_outputs(_tokens(items)))
     for step in steps:
         if step.batch is not None and _replay(runtime.graphs, step, step.batch, pixels, outputs, unit):
             continue
@@ -232,16 +234,21 @@ def _launch_steps(
         room = 0 if step.batch is None else step.batch.budget * unit
         found = run_eager(runtime, part, [Item(*row) for row in step.rows], room)
         for source, target, length in step.spans:
-            mine, theirs = _rows_of(outputs, source, length, unit), _rows_of(found, target, length, unit)
+            mine, theirs = _rows_of(outputs(), source, length, unit), _rows_of(found, target, length, unit)
             for to, rows_of_run in zip((mine.hidden, *mine.merged), (theirs.hidden, *theirs.merged), strict=True):
                 to.copy_(rows_of_run)
-    return outputs
+    return outputs()
 
 
 def _replay(
-    graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor, outputs: EncoderOutputs, unit: int
+    graphs: TowerGraphs,
+    step: Step,
+    batch: Batch,
+    pixels: torch.Tensor,
+    outputs: Callable[[], EncoderOutputs],
+    unit: int,
 ) -> bool:
-    """Replays one batch into its rows of the call's `outputs`; returns False if its budget has no graph."""
+    """Replays one batch into its rows of what `outputs` gives; returns False if its budget has no graph."""
     encoder = graphs.encoder
 
     def load(budget: int) -> None:
@@ -256,7 +263,7 @@ def _replay(
 
     def store(budget: int) -> None:
         for source, target, length in step.spans:
-            encoder.store(budget, _rows_of(outputs, source, length, unit), target)
+            encoder.store(budget, _rows_of(outputs(), source, length, unit), target)
 
     return graphs.manager.replay(batch, load, store)
 

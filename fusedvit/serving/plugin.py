@@ -34,7 +34,7 @@ DISABLE, CONFIG = f"{VARIABLES}DISABLE", f"{VARIABLES}CONFIG"
 _NOT_DISABLED = ("", "0", "false", "no", "off")
 _GATHER = "gather_sharded"
 _LEFT = "_fusedvit_left"  # in the __dict__ of a module that runs the engine's own code from the start: why
-_HELD = "module"  # in the __dict__ of vLLM's module in place of a tower that it does not call: the tower
+HELD = "module"  # in the __dict__ of vLLM's module in place of a tower that it does not call: the tower
 _WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
 
 _logger = logging.getLogger("fusedvit")
@@ -163,7 +163,7 @@ def note_left(module: Any, name: str, why_not: str, is_used: bool = True) -> Non
 def left_in(model: object, engine: str) -> dict[str, dict[str, Any]]:
     """What stands in place of counters for each module in `model` that `note_left` noted, by its path."""
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    found = ((path, vars(m).get(_LEFT) or getattr(vars(m).get(_HELD), _LEFT, "")) for path, m in modules)
+    found = ((path, vars(m).get(_LEFT) or getattr(vars(m).get(HELD), _LEFT, "")) for path, m in modules)
     return {path: {"state": f"{engine}'s own code: {why_not}"} for path, why_not in found if why_not}
 
 

@@ -15,6 +15,7 @@ from fusedvit.checks.as_built import Built
 from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving.agreement import Group, told
+from fusedvit.serving.plugin import is_strict
 from fusedvit.serving.sharded import Encode, ShardedTower, agreed_whole
 
 SERVED = "_fusedvit_served"  # in a tower's __dict__
@@ -84,7 +85,6 @@ def serve_whole(
     encode: Encode,
     take: Callable[[FusedEncoder], object],
     logger: logging.Logger,
-    strict: Callable[[], bool],
 ) -> str:
     """Lets a whole copy run in a sharded tower's place, filled from the shards later; returns why it cannot, or "". The
     result is the same on every rank. `judged` decides whether it runs fused once there are weights.
@@ -94,12 +94,11 @@ def serve_whole(
         make: builds the copy and fuses it, or says why it cannot, or must not, be fused.
         encode: see `ShardedTower`.
         take: lets the tower call the handle of its copy: `fuse_sharded`.
-        strict: whether this rank's options are strict.
 
     Raises:
         RuntimeError: this rank waited for another in vain; or one rank is strict, and none may run fused.
     """
-    whole, why_not = agreed_whole(group, make, strict)
+    whole, why_not = agreed_whole(group, make, is_strict)
     if whole is not None:
         served: Served = vars(whole)[SERVED]
         served.sharded = ShardedTower(tower, whole, served.handle, built, group, encode, logger)

@@ -33,7 +33,6 @@ from fusedvit.serving.engine_calls import counted, encoded, grid_of
 from fusedvit.serving.plugin import (
     check_options,
     install,
-    is_strict,
     known_classes,
     left_in,
     may_gather,
@@ -299,8 +298,8 @@ def _fuse_sharded(tower: nn.Module, noted: Noted) -> str:
 
     assert noted.built is not None, "asked for only where nothing was wrong"
     encode = functools.partial(encoded, _answer)
-    take = lambda handle: fuse_sharded(tower, handle, run)  # noqa: E731
-    return serve_whole(tower, noted.built, Group.of(get_tp_group()), make, encode, take, logger, is_strict)
+    take = functools.partial(fuse_sharded, tower, call=run)
+    return serve_whole(tower, noted.built, Group.of(get_tp_group()), make, encode, take, logger)
 
 
 def _grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | Reason:

@@ -40,10 +40,10 @@ from fusedvit.serving.agreement import Group
 from fusedvit.serving.engine_calls import as_rows, counted, encoded, grid_of
 from fusedvit.serving.plugin import (
     CONFIG,
+    HELD,
     VARIABLES,
     check_options,
     install,
-    is_strict,
     known_classes,
     may_gather,
     note_left,
@@ -139,7 +139,7 @@ def _construct_model(
     """As `_construct`, for a model that holds Hugging Face's tower."""
     original(model, *args, **kwargs)
     held: Any = getattr(model, vllm_gemma.TOWER, None)
-    tower = vars(held).get("module") if type(held).__name__ == _MISSING else held
+    tower = vars(held).get(HELD) if type(held).__name__ == _MISSING else held
     if type(tower).__name__ not in family.class_names:
         return
     if tower is not held:
@@ -317,8 +317,8 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     except ValueError as error:  # of its code, which is the same on every rank
         return unnamed(error)
     encode = functools.partial(encoded, _answer)
-    take = lambda handle: fuse_sharded(tower, handle, run)  # noqa: E731
-    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, take, logger, is_strict)
+    take = functools.partial(fuse_sharded, tower, call=run)
+    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, take, logger)
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:

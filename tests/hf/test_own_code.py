@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.deprecation import deprecate_kwarg
 
 import fusedvit
 from fusedvit.checks import as_built, fallback
@@ -754,6 +755,17 @@ def test_a_constructor_that_torchs_compiler_has_wrapped(monkeypatch: pytest.Monk
     Call.of(tower, GRIDS["video"]).run(tower)
 
 
+def test_a_constructor_that_transformers_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As releases do that are about to drop a parameter."""
+    monkeypatch.setattr(as_built, "_kept", {})
+    for cls in (type(tiny_tower().blocks[0].attn), nn.Module):
+        dropped = deprecate_kwarg("dropped", version="99.0")
+        monkeypatch.setattr(cls, "__init__", dropped(cls.__init__))
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    Call.of(tower, GRIDS["video"]).run(tower)
+
+
 def other_constructor(patch: pytest.MonkeyPatch, tower: Any) -> None:
     cls = type(tower.blocks[0].attn)
     old = cls.__init__
@@ -765,7 +777,14 @@ def other_constructor(patch: pytest.MonkeyPatch, tower: Any) -> None:
     patch.setattr(cls, "__init__", init)
 
 
-@pytest.mark.parametrize("spoil", [other_gelu, other_activation, other_class, other_constructor])
+def constructor_of_another(patch: pytest.MonkeyPatch, tower: Any) -> None:
+    cls = type(tower.merger)
+    patch.setattr(cls, "__init__", functools.partialmethod(cls.__init__, use_postshuffle_norm=False))
+
+
+@pytest.mark.parametrize(
+    "spoil", [other_gelu, other_activation, other_class, other_constructor, constructor_of_another]
+)
 def test_what_was_replaced_at_the_first_check_only(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is kept: the same tower and new ones run fused once it is gone."""
     tower = tiny_tower()

@@ -160,10 +160,10 @@ class CodeWalk:
         value = held_function(value)
         if isinstance(value, FunctionType) or defines_function(module.__name__, name):
             self._follow_function(value, module, name)
-        elif is_foreign_object(value, self.engine) or self._is_foreign_name(value, module, name):
+        elif is_foreign_object(value, self.engine) or self._is_of_others(value, module, name):
             self.found.note_foreign(f"{where} is {describe(value)}")
 
-    def _is_foreign_name(self, value: object, module: ModuleType, name: str) -> bool:
+    def _is_of_others(self, value: object, module: ModuleType, name: str) -> bool:
         """Whether a class or a function of C is not the one that the module's source defines or imports."""
         if defines(module.__name__, name):
             return not isinstance(value, type) or (value.__module__, value.__qualname__) != (module.__name__, name)
