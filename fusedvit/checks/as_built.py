@@ -258,10 +258,14 @@ def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) 
 
 
 def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
-    """A missing buffer, a registry of another type, or a registered object hidden by an attribute; "" for none."""
+    """A buffer that is missing or of another class, a registry of another type, or a registered object hidden by an
+    attribute; "" for none."""
     for name in built.buffers[path]:
-        if module._buffers.get(name) is None:
+        buffer = module._buffers.get(name)
+        if buffer is None:
             return f"buffer {_dotted(path, name)} is missing"
+        if type(buffer) is not torch.Tensor:  # its methods may be others
+            return _differs(f"the class of {_dotted(path, name)}", name_of(type(buffer)), "torch.Tensor")
     for registry in (module._parameters, module._buffers, module._modules):
         if type(registry) not in _REGISTRIES:
             return _differs(_dotted(path, "a registry"), name_of(type(registry)), "a dict")

@@ -203,6 +203,23 @@ def _hidden_merger(tower: Any) -> None:
     vars(tower)["merger"] = other
 
 
+class Halved(torch.Tensor):
+    """A tensor of a user's own class, whose products are not torch's."""
+
+    def __rmul__(self, other: Any) -> torch.Tensor:
+        return torch.Tensor.__mul__(other, self.as_subclass(torch.Tensor)) * 0.5
+
+    __mul__ = __rmul__
+
+
+def _other_buffer(tower: Any) -> None:
+    tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq.as_subclass(Halved)
+
+
+def _other_class_of_buffer(tower: Any) -> None:
+    tower.rotary_pos_emb.inv_freq.__class__ = Halved
+
+
 SHARED: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "defaults": lambda _: special(vision_utils().get_vision_attention_seqlens, "__defaults__", (True, None)),
     "defaults of positions": lambda _: special(vision_utils().get_vision_position_ids, "__defaults__", (True, None)),
@@ -238,6 +255,8 @@ OF_TOWERS: dict[str, Edit] = {
     "modules in another kind of dict": of_tower(_registry("blocks", "_modules", Backwards)),
     "parameters in another kind of dict": of_tower(_registry("blocks.0.mlp.linear_fc1", "_parameters", Third)),
     "buffers in another kind of dict": of_tower(_registry("rotary_pos_emb", "_buffers", Third)),
+    "a buffer of another class": of_tower(_other_buffer),
+    "another class of a buffer": of_tower(_other_class_of_buffer),
     "a buffer before a module": of_tower(lambda tower: tower.blocks[0]._buffers.update(mlp=torch.zeros_like)),
     "another registry before a module": of_tower(
         lambda tower: vars(tower.blocks[0]).update(_parameters={"mlp": torch.zeros_like})

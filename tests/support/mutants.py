@@ -191,7 +191,10 @@ MUTANTS = (
         'wrong = ""',
         "hf/changes",
     ),
-    _never("buffers that are missing", BUILT, "module._buffers.get(name) is None", "hf/changes"),
+    _never("buffers that are missing", BUILT, "buffer is None", "hf/changes"),
+    _never(
+        "buffers of another class", BUILT, "type(buffer) is not torch.Tensor", "hf/changed_in_place:what_a_tower_holds"
+    ),
     _never("what an attribute hides", BUILT, "hidden", "hf/changes"),
     _never("function modes", "fusedvit/checks/transforms.py", "found is not None", "hf/transforms:transforms"),
     Mutant(
