@@ -32,7 +32,14 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.outputs.hugging_face import to_hugging_face
-from fusedvit.pixels.processors import check_processor, normalizations_of, restore, swap
+from fusedvit.pixels.processors import (
+    as_before_on_error,
+    check_processor,
+    normalizations_of,
+    restore,
+    swap,
+    swapped_in,
+)
 from fusedvit.runtime.compiled_kernels import take
 
 Given = ParamSpec("Given")
@@ -109,11 +116,12 @@ def _is_reached(known: FusedEncoder, tower: nn.Module) -> bool:
 @_in_turn
 def _fuse_in_turn(tower: nn.Module, config: FuseConfig | None, processor: Any) -> FusedEncoder:
     known = tower.__dict__.get(HANDLE)
-    if known is not None and known.serves(tower):
-        if fused_class(type(tower)) is not None:
-            return _fuse_again(known, config, processor)
-        unfuse(tower)  # an interrupted `unfuse` left a handle that no call reaches
-    return _fuse(tower, config or FuseConfig(), processor)
+    with as_before_on_error(processor):
+        if known is not None and known.serves(tower):
+            if fused_class(type(tower)) is not None:
+                return _fuse_again(known, config, processor)
+            unfuse(tower)  # an interrupted `unfuse` left a handle that no call reaches
+        return _fuse(tower, config or FuseConfig(), processor)
 
 
 def _fuse_again(known: FusedEncoder, config: FuseConfig | None, processor: Any) -> FusedEncoder:
@@ -131,15 +139,14 @@ def _fuse_again(known: FusedEncoder, config: FuseConfig | None, processor: Any) 
 def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
     """Makes the image and video processors in `processor` return bytes, and folds their normalisations into the
     tower's weights."""
-    try:
-        swap(processor)
-        for still, normalization in normalizations_of(processor).items():
-            handle.normalizations.expect(normalization, still)
-    except BaseException:
-        restore(processor)
-        raise
-    if all(known is not processor for known in handle.processors):
-        handle.processors.append(processor)
+    swap(processor)
+    found = normalizations_of(processor)
+    for normalization in found.values():
+        handle.normalizations.check(normalization)
+    for still, normalization in found.items():
+        handle.normalizations.expect(normalization, still)
+    known = set(map(id, handle.processors))
+    handle.processors += [part for part in swapped_in(processor) if id(part) not in known]
 
 
 def _fuse(tower: nn.Module, config: FuseConfig, processor: Any) -> FusedEncoder:

@@ -76,7 +76,7 @@ class FusedEncoder:
     Attributes:
         family: the tower's family, or an engine's variant of it.
         spec: what the tower's config says.
-        processors: Hugging Face's processors that `fuse` changed to return bytes for this tower.
+        processors: Hugging Face's image and video processors that `fuse` changed to return bytes for this tower.
         normalizations: the normalisations of byte pixels that are folded into the tower's weights.
     """
 

@@ -36,7 +36,7 @@ from fusedvit.corpus.values import (
     source_of,
     with_columns,
 )
-from fusedvit.errors import InputError, first_line, named
+from fusedvit.errors import first_line, named
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.pixels.ahead import pool_of, raise_met, started_ahead, until_error
 from fusedvit.pixels.media import Limits, MediaError, Source, decoders
@@ -392,20 +392,19 @@ def _between(begin: Any, end: Any) -> float:
 
 
 def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> FusedEncoder:
-    """Fuses the tower and returns its handle. If the patches of `processor` do not fit, the tower stays as it was; a
-    `processor` of None is not checked."""
+    """Fuses the tower and returns its handle. If this fails, or the patches of `processor` do not fit, the tower and
+    its options stay as they were; a `processor` of None is not checked."""
     if processor is not None:
         frames_of(processor)  # raises if it cannot return bytes
     tower = find_tower(model)
     before = type(tower)
-    handle = fuse(model, FuseConfig(compile="now") if config is None else config)
     try:
-        check_fits(processor, handle.spec)
-    except InputError:
+        check_fits(processor, fuse(model).spec)
+        return fuse(model, FuseConfig(compile="now") if config is None else config)
+    except BaseException:
         if type(tower) is not before:
             unfuse(tower)
         raise
-    return handle
 
 
 def _rows_of(found: Any, count: int) -> list[torch.Tensor]:

@@ -34,15 +34,20 @@ class FoldedNormalizations:
         spec, folded = self._spec, self.known
         if folded.get(still) == normalization:
             return True
+        self.check(normalization)
+        if not normalization.foldable:
+            return False
+        return folded.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
+
+    def check(self, normalization: Normalization) -> None:
+        """Raises ValueError if patches of this normalisation have another layout than the tower's."""
+        spec = self._spec
         if spec.padded:
             raise ValueError(f"fusedvit: {self._family} takes no bytes: rows of its patches have another layout")
         wanted = spec.in_channels, spec.temporal_patch_size, spec.patch_size
         got = normalization.channels, normalization.temporal_patch, normalization.patch
         if got != wanted:
             raise ValueError(f"fusedvit: pixel_values must be patches of (channels, frames, side) {wanted}, got {got}")
-        if not normalization.foldable:
-            return False
-        return folded.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
 
     def taken(self, pixels: BytePixels) -> torch.Tensor:
         """The encoder's input: bytes where the normalisation of `pixels` is in the weights, else floats."""

@@ -8,6 +8,8 @@ normalisation of 8-bit RGB runs the original code and returns floats.
 import copy
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -76,10 +78,31 @@ def restore(processor: Any) -> Any:
     of Hugging Face's."""
     check_processor(processor)
     for part in parts_of(processor).values():
-        if type(part) is not _original_of(part):  # some classes refuse assignment, even to their own instance
-            part.__class__ = _original_of(part)
-        part.__dict__.pop(STATE, None)
+        _set(part, _original_of(part), None)
     return processor
+
+
+def _set(part: Any, cls: Any, home: Home | None) -> None:
+    if type(part) is not cls:  # some classes refuse assignment, even to their own instance
+        part.__class__ = cls
+    if home is None:
+        part.__dict__.pop(STATE, None)
+    else:
+        part.__dict__[STATE] = home
+
+
+@contextmanager
+def as_before_on_error(processor: Any) -> Iterator[None]:
+    """A context at whose error the image and video processors in `processor` are again as they were: they may have
+    returned bytes before. A `processor` of None is ignored."""
+    parts = () if processor is None else parts_of(processor).values()
+    before = [(part, type(part), part.__dict__.get(STATE)) for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, cls, home in before:
+            _set(part, cls, home)
+        raise
 
 
 def check_processor(processor: Any) -> None:
@@ -99,6 +122,11 @@ def is_swapped(part: Any) -> bool:
     return part is not None and STATE in part.__dict__
 
 
+def swapped_in(processor: Any) -> list[Any]:
+    """The image and video processors in `processor` that return bytes."""
+    return [part for part in parts_of(processor).values() if is_swapped(part)]
+
+
 def gives_grids(part: Any) -> bool:
     """Whether an image or video processor returns bytes with a grid of patches, not with positions."""
     return is_swapped(part) and not classes_of(_original_of(part)).kind.padded
@@ -108,7 +136,7 @@ def normalizations_of(processor: Any) -> dict[bool, Normalization]:
     """The normalisations that swapped processors in `processor` leave to the tower's weights by default, by whether
     they are for still images. Those of padded images are not among them: no weights fold these."""
     found = {}
-    for part in filter(is_swapped, parts_of(processor).values()):
+    for part in swapped_in(processor):
         kind = classes_of(_original_of(part)).kind
         normalization = kind.normalization(_options_of(part))
         if normalization is not None and not kind.padded:

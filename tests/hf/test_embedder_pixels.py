@@ -70,10 +70,11 @@ def test_a_processor_of_other_patches(
     with pytest.raises(InputError, match=f"fusedvit: Qwen2VLImageProcessor.* does not fit the tower: {message}"):
         fusedvit.Embedder(whole, processor)
     assert type(whole.model.visual) is cls
-    handle = fusedvit.fuse(whole)
+    options = fusedvit.FuseConfig(strict=True, watch_data=False)
+    handle = fusedvit.fuse(whole, options)
     with pytest.raises(InputError, match=message):
         fusedvit.Embedder(whole, processor)
-    assert whole.model.visual.forward and fusedvit.fuse(whole) is handle
+    assert fusedvit.fuse(whole) is handle and handle.config is options
 
 
 def test_a_rescale_factor_that_no_weights_hold(checkpoint: Path) -> None:

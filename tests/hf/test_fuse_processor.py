@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 from transformers.utils import is_torchvision_available
 
 import fusedvit
+from fusedvit import api
+from fusedvit.pixels import swap
 from fusedvit.pixels.byte_pixels import BytePixels
+from fusedvit.pixels.processors import normalizations_of
 from tests.support.processors import image_processor, noise, video_processor, whole_processor
 from tests.support.towers import IMAGE, VIDEO, VISION_END, VISION_START, copy_of, tiny_model
 
@@ -105,6 +110,46 @@ def test_a_processor_of_other_patches_changes_nothing(processor: Any) -> None:
     with pytest.raises(ValueError, match="patches of"):
         fusedvit.fuse(model, processor=other)
     assert handle.state() == "fused" and type(other) is kinds[0]
+
+
+@pytest.mark.parametrize("by", ["another tower", "the same tower", "swap"])
+def test_a_fuse_that_raises_leaves_bytes_to_others(by: str, processor: Any) -> None:
+    """A processor that gave bytes before gives bytes after it, and nothing was folded into the refusing tower."""
+    model, part = tiny_model(), processor.image_processor
+    refusing = model if by == "the same tower" else tiny_model(patch_size=8)
+    handle = fusedvit.fuse(refusing)
+    if by == "swap":
+        swap(processor)
+    else:
+        fusedvit.fuse(model, processor=processor)
+    if by == "the same tower":
+        part.patch_size = 8
+    before = type(part), dict(vars(part)), dict(handle.normalizations.known)
+    with pytest.raises(ValueError, match="patches of"):
+        fusedvit.fuse(refusing, processor=processor)
+    assert (type(part), vars(part), handle.normalizations.known) == before
+
+
+def test_videos_that_do_not_fit_leave_nothing_folded(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    handle = fusedvit.fuse(model)
+    still = normalizations_of(swap(processor))[True]
+    monkeypatch.setattr(api, "normalizations_of", lambda _: {True: still, False: replace(still, patch=8)})
+    with pytest.raises(ValueError, match="patches of"):
+        fusedvit.fuse(model, processor=processor)
+    assert handle.normalizations.known == {} and handle.processors == []
+
+
+@pytest.mark.parametrize("now", [None, object()], ids=["nothing", "something else"])
+def test_unfuse_restores_what_fuse_has_changed(now: Any) -> None:
+    """Whatever the user has put in its place meanwhile."""
+    model, part = tiny_model(), image_processor(patch_size=4)
+    kinds = type(part), type(model.model.visual)
+    processor = SimpleNamespace(image_processor=part)
+    handle = fusedvit.fuse(model, processor=processor)
+    processor.image_processor = now
+    fusedvit.unfuse(model)
+    assert (type(part), type(model.model.visual), handle.state()) == (*kinds, "unfused")
 
 
 def test_warmup_prepares_what_is_expected(processor: Any) -> None:
