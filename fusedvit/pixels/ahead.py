@@ -38,12 +38,24 @@ def started_ahead(
 
 
 def submitted(pool: ThreadPoolExecutor, call: Callable[[], Result]) -> "Future[Result]":
-    """Submits a call to the pool. Raises InputError if the system has no room for another thread."""
+    """Submits a call to the pool. Once the main thread has ended, Python's pools take no more calls: this thread, which
+    goes on, then does the call itself. Raises InputError if the system has no room for another thread."""
     try:
         return pool.submit(call)
     except RuntimeError as error:
+        if "interpreter shutdown" in str(error):
+            return _done_here(call)
         pool.shutdown(wait=False, cancel_futures=True)
         raise InputError(f"the system has no room for another thread: {error}") from error
+
+
+def _done_here(call: Callable[[], Result]) -> "Future[Result]":
+    task: Future[Result] = Future()
+    try:
+        task.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised to whoever takes the result
+        task.set_exception(error)
+    return task
 
 
 def until_error(values: Iterable[Result], met: list[Exception]) -> Iterator[Result]:
