@@ -63,7 +63,7 @@ ADVICE = {
     ANOTHER_TOWER: "fuse it by itself; torch.nn.DataParallel makes new ones at every call",
     TRANSFORM: "torch.func, forward-mode AD, dispatch and function modes see the original code",
     ODD_POSITIONS: "patches must come in row-major order, padding last, and sides be multiples of the pooling size",
-    EMPTY_ITEMS: "Hugging Face's GLM-4V counts frames without them, and takes the shape of another item",
+    EMPTY_ITEMS: "leave out rows of zeros; with items without frames, Hugging Face's GLM-4V takes another item's shape",
     SPARSE: "the fused encoder takes dense pixels",
     CHANGING: "somebody writes the tower's parameters all the time",
     CHANGED: "they changed before each of many calls; calls run fused again if two after a pause find the same weights",

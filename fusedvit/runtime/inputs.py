@@ -269,13 +269,21 @@ def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[It
 
 
 def _items_or_reason(rows: list[list[int]], patches: int, spec: VisionSpec) -> list[Item] | Reason:
-    """As `check_items`, or why the original code must run.
+    """As `check_items`, or why the original code must run, which also answers rows of zeros: padding of grids.
 
     With a bicubic position table, Hugging Face's tower takes the size of item k for frame k. After an item without
     frames that is another item's size. With more frames than items Hugging Face's tower raises IndexError, but the
     fused encoder returns outputs.
     """
-    items = check_items(rows, patches, spec.merge_size)
+    try:
+        items = check_items(rows, patches, spec.merge_size)
+    except ValueError:
+        side = spec.merge_size  # of the smallest item, in the place of sides of 0
+        sized = [[t, h or side, w or side] if t == 0 else [t, h, w] for t, h, w in rows]
+        if sized == rows:
+            raise
+        check_items(sized, patches, side)
+        return Reason(EMPTY_ITEMS, f"grid_thw[{next(i for i, row in enumerate(rows) if row != sized[i])}]")
     if spec.position_taps != 16 or all([item.t for item in items]):
         return items
     frames = [item for item in items for _ in range(item.t)]

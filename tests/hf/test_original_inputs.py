@@ -11,10 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedvit
+from fusedvit.checks import fallback
 from fusedvit.families.registry import family_of
 from fusedvit.original_inputs import for_original
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
-from tests.support.towers import Call, assert_same, outcome, outputs_of
+from tests.support.towers import Call, assert_same, outcome, outputs_of, ran_original
 
 GRID = [(1, 8, 4), (1, 2, 10)]
 
@@ -105,6 +106,21 @@ def test_items_without_frames(name: str, where: str, on_gpu: bool, monkeypatch: 
     call, handle = Call.of(original, grid), fusedvit.fuse(tower)
     assert_same(call.run(tower), call.run(original))
     assert handle.stats()["original"] == ({"items without frames": 1} if other and name.startswith("Glm4v") else {})
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["grid on the host", "grid on a GPU"])
+@pytest.mark.parametrize("zeros", [(0, 0, 0), (0, 0, 4), (0, 4, 0)], ids=str)
+@each_of(BY_GRID)
+def test_rows_of_zeros(name: str, zeros: Any, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As padding a batch's grids leaves them: Hugging Face's code answers. It does not mend the other rows."""
+    monkeypatch.setattr("fusedvit.runtime.inputs.is_on_gpu", lambda _: on_gpu)
+    original, tower = family_tower(name), family_tower(name)
+    call, handle = Call.of(original, [(1, 8, 4), (1, 4, 6), zeros]), fusedvit.fuse(tower)
+    assert_same(call.run(tower), call.run(original))
+    ran_original(handle, fallback.EMPTY_ITEMS)
+    for wrong, message in (((1, 3, 2), "grid_thw\\[1] needs h to be a multiple"), ((1, 2, 2), "needs 36 patch rows")):
+        with pytest.raises(ValueError, match=message):
+            tower(call.pixels, torch.tensor([(1, 8, 4), wrong, zeros]))
 
 
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
