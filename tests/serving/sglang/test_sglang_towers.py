@@ -248,6 +248,15 @@ def test_a_function_that_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) 
     assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
 
 
+def test_a_method_that_the_towers_code_calls_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tower_of(loaded(build()))
+    before, table = embed(tower, IMAGES), type(tower.rotary_pos_emb)
+    theirs = table.get_cos_sin
+    monkeypatch.setattr(table, "get_cos_sin", lambda self, length: [part * 1.5 for part in theirs(self, length)])
+    assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
+    assert "get_cos_sin" in str(handle_of(tower).reason())
+
+
 @pytest.mark.parametrize("release", ("0.5.20", "0.6.0", "1.0rc1"))
 def test_an_unknown_release_is_left_alone(
     release: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
