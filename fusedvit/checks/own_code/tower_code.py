@@ -20,6 +20,7 @@ from fusedvit.checks.own_code.instances import (
     follow_classes,
     follow_ours,
 )
+from fusedvit.checks.own_code.operations import follow_operations
 from fusedvit.checks.own_code.operators import operators_in
 from fusedvit.checks.own_code.registries import follow_registries
 from fusedvit.checks.own_code.torch_names import TorchNames
@@ -41,6 +42,7 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
         for path, module in plain.modules.items():
             follow_attributes(walk, path, module)
         follow_called_by_others(walk, inner)
+        follow_operations(walk)
     follow_calls(walk, plain)
     layers = _code_of_layers(plain, engine)
     follow_registries(walk, plain.modules.values())
