@@ -10,7 +10,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from math import prod
+from math import isclose, prod
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -46,6 +46,8 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
     "num_grid_per_side": lambda spec: spec.position_side,
 }
 _GELU = ("GELU", "none")
+_SCALES = ("scale", "scaling")  # attributes of modules that compute attention, and of those around them
+_HEAD_SIZES = ("head_size", "head_dim", "hidden_size_per_attention_head")
 _WINDOW, _FULL_ATTENTION = "window_size", "fullatt_block_indexes"
 CAUSAL = "is_causal"
 DROPOUT = "attention_dropout"  # applied only in training mode
@@ -54,6 +56,7 @@ _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
 _MOST_KEPT = 32  # structures
 # What torch.compile puts in the place of `nn.Module.__init__`, for good: it runs that, and notes the instance.
 _TAGGING = Definition("torch._dynamo.mutation_guard", "install_generation_tagging_init.<locals>.patched_init")
+_OURS = "fusedvit.serving.plugin"  # wraps the constructors of engines' towers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # casting a tower rounds its rotary frequencies for good
 _NOT_READ = {*vars(nn.Module()), "config"}  # compared separately
 
@@ -91,8 +94,9 @@ class Built:
         """The structure of `tower` as it stands.
 
         Raises:
-            ValueError: a module's class is neither torch's nor the engine's.
+            ValueError: a module's class, or its constructor, is neither torch's nor the engine's.
         """
+        _refuse_constructors(tower, engine)
         modules = dict(tower.named_modules(remove_duplicate=False))
         for path, module in modules.items():
             if not is_own(own_class(type(module)), engine):  # not recorded, as the module may be temporary
@@ -121,27 +125,27 @@ def _built(tower: nn.Module) -> Built:
     config._attn_implementation_internal = "eager"  # the constructor may refuse other implementations
     with torch.device("meta"):
         built = own_class(type(tower))(config)
-    _refuse_constructors(built)
     return Built.of(built)
 
 
-def _refuse_constructors(tower: nn.Module) -> None:
-    """Raises ValueError if the constructor of a class in `tower` has been replaced: both `tower` and one built now may
-    come from it, and agree."""
+def _refuse_constructors(tower: nn.Module, engine: Engine = HUGGING_FACE) -> None:
+    """Raises ValueError if the constructor of a class in `tower` has been replaced: what the tower is compared with
+    comes from it, too."""
     for home in dict.fromkeys(home for m in tower.modules() for home in own_class(type(m)).__mro__):
         value = vars(home).get("__init__")
         expected = Definition(home.__module__, f"{home.__qualname__}.__init__")
-        if value is not None and not is_of_python(home) and definition_of(_inside(value, expected)) != expected:
+        if value is not None and not is_of_python(home) and definition_of(_inside(value, expected, engine)) != expected:
             raise ValueError(f"{name_of(home)}.__init__ is {describe(value)}")
 
 
-def _inside(constructor: object, expected: Definition) -> object:
-    """A constructor without the wrappers of torch's and transformers' decorators around it."""
+def _inside(constructor: object, expected: Definition, engine: Engine) -> object:
+    """A constructor without the wrappers of torch's, the engine's and our own code around it."""
     while isinstance(constructor, FunctionType) and (found := definition_of(constructor)) and found != expected:
+        held = [cell.cell_contents for cell in cells_of(constructor)]
         if found == _TAGGING:
-            (constructor,) = (cell.cell_contents for cell in cells_of(constructor))
-        elif found.module.startswith(HUGGING_FACE.decorators):
-            constructor = wrapped_by(constructor)
+            (constructor,) = held
+        elif found.module.startswith((*engine.decorators, _OURS)):  # a class's decorator may name nothing it wraps
+            constructor = wrapped_by(constructor) or next((f for f in held if definition_of(f) == expected), None)
         else:
             break
     return constructor
@@ -331,12 +335,19 @@ def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpe
 def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object], engine: Engine) -> str:
     """The first of a module's attributes with a wrong value or an object of the wrong class; "" for none."""
     for name, value in values.items():
-        if own.get(name, value) != value:
+        if not _is_number(own.get(name, value), value):
             return _differs(_dotted(path, name), own[name], value)
     for name in own.keys() & engine.objects.keys():
         if name_of(type(own[name])) not in engine.objects[name]:
             return _differs(_dotted(path, name), name_of(type(own[name])), min(engine.objects[name]))
     return ""
+
+
+def _is_number(got: object, expected: object) -> bool:
+    """Whether two values are equal; floats may have been computed in another order."""
+    if isinstance(got, float) and isinstance(expected, float):
+        return isclose(got, expected)
+    return bool(got == expected)
 
 
 def _numbers(path: str, family: Family, spec: VisionSpec) -> dict[str, object]:
@@ -346,6 +357,10 @@ def _numbers(path: str, family: Family, spec: VisionSpec) -> dict[str, object]:
         return {"eps": spec.merger_eps}
     everywhere: dict[str, object] = {"eps": spec.norm_eps, "variance_epsilon": spec.norm_eps}
     everywhere["swiglu_limit"] = spec.glu_limit
+    if family.engine != HUGGING_FACE:  # whose second tower has the others
+        everywhere |= dict.fromkeys(_SCALES, spec.attention_scale or spec.head_dim**-0.5)
+        everywhere |= dict.fromkeys(_HEAD_SIZES, spec.head_dim)
+        everywhere |= {"use_clipped_linears": spec.clipped, "root_hidden_size": spec.hidden_size**0.5}
     return everywhere
 
 

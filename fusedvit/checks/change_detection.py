@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -49,6 +49,7 @@ class _Code:
     """The code that would run: its slots and their values, functions and their bodies (code, defaults, keyword
     defaults), and functions that decorators wrap.
 
+    `bound`: slots and values of class methods, which Python binds anew each time, so that these compare by equality.
     `absent`: (live key views of classes and modules, names that each must not have). A class or module that gains one
     of the names would shadow what the code resolves to now. Comparing keys takes a tenth of the time of failing
     lookups.
@@ -57,6 +58,7 @@ class _Code:
     owners: tuple[Any, ...]
     names: tuple[str, ...]
     values: tuple[Any, ...]
+    bound: tuple[tuple[Any, ...], tuple[str, ...], list[Any]]
     registries: Entries
     bodies: tuple[tuple[FunctionType, ...], list[tuple[Any, ...]]]
     wrapped: tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -79,17 +81,20 @@ class _Code:
             *((vars(cls).keys(), frozenset(names)) for cls, names in missing.items()),
         )
         views, hidden = zip(*absent, strict=True)
-        owners, names = zip(*own.slots, *there, strict=True)
-        values = tuple(map(getattr, owners, names, repeat(None)))
+        slots = [(owner, name, getattr(owner, name, None)) for owner, name in (*own.slots, *there)]
+        plain, bound = ([s for s in slots if isinstance(s[2], MethodType) is of_class] for of_class in (False, True))
+        owners, names, values = zip(*plain, strict=True)
+        of_classes = tuple(s[0] for s in bound), tuple(s[1] for s in bound), [s[2] for s in bound]
         cells = tuple(cell for function in own.functions for cell in cells_of(function))
         wrapped = cells, tuple(map(_held_by, cells))
         registries = Entries.of(own.registries)
         bodies = own.functions, list(map(_body_of, own.functions))
-        return _Code(owners, names, values, registries, bodies, wrapped, (views, hidden))
+        return _Code(owners, names, values, of_classes, registries, bodies, wrapped, (views, hidden))
 
     def unchanged(self) -> bool:
         return (
             all(map(is_, map(getattr, self.owners, self.names, repeat(None)), self.values))
+            and list(map(getattr, *self.bound[:2], repeat(None))) == self.bound[2]
             and all(map(KEYS.isdisjoint, *self.absent))
             and self.registries.unchanged()
             and list(map(_body_of, self.bodies[0])) == self.bodies[1]

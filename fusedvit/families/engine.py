@@ -11,6 +11,9 @@ import torch
 
 from fusedvit.model.spec import VisionSpec, rope_frequencies
 
+# Attributes of engines' linear layers, norms and tables whose value decides what these compute.
+PLAIN_LAYERS: Mapping[str, object] = {"skip_bias_add": False, "variance_size_override": None, "max_norm": None}
+
 Expected = Callable[[VisionSpec, tuple[int, ...]], torch.Tensor]
 
 

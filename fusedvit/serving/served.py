@@ -79,7 +79,7 @@ def served_in(model: object) -> list[tuple[str, nn.Module, Served]]:
 
 def serve_whole(
     tower: nn.Module,
-    built: Built,
+    built: Built | str,
     group: Group,
     make: Callable[[], tuple[nn.Module | None, str]],
     encode: Encode,
@@ -90,7 +90,7 @@ def serve_whole(
     result is the same on every rank. `judged` decides whether it runs fused once there are weights.
 
     Args:
-        built: `tower` as it was built.
+        built: `tower` as it was built; or why that is not known on this rank, so that none runs fused.
         make: builds the copy and fuses it, or says why it cannot, or must not, be fused.
         encode: see `ShardedTower`.
         take: lets the tower call the handle of its copy: `fuse_sharded`.
@@ -98,8 +98,8 @@ def serve_whole(
     Raises:
         RuntimeError: this rank waited for another in vain; or one rank is strict, and none may run fused.
     """
-    whole, why_not = agreed_whole(group, make, is_strict)
-    if whole is not None:
+    whole, why_not = agreed_whole(group, (lambda: (None, built)) if isinstance(built, str) else make, is_strict)
+    if whole is not None and not isinstance(built, str):
         served: Served = vars(whole)[SERVED]
         served.sharded = ShardedTower(tower, whole, served.handle, built, group, encode, logger)
         vars(tower)[SERVED] = served

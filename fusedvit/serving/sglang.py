@@ -233,8 +233,10 @@ def fuse_towers(model: nn.Module) -> None:
 
 def _fuse_whole(tower: nn.Module, noted: Noted) -> str:
     """Fuses a tower with whole weights; returns why it cannot run fused, whole or sharded, or ""."""
-    why_not = _reason_of_engine(tower, noted) or noted.wrong
-    return _fuse(tower, noted) if not why_not and _ranks(tower) == 1 else why_not
+    why_not = _reason_of_engine(tower, noted)
+    if why_not or _ranks(tower) > 1:
+        return why_not
+    return noted.wrong or _fuse(tower, noted)
 
 
 def _ranks(tower: nn.Module) -> int:
@@ -296,10 +298,9 @@ def _fuse_sharded(tower: nn.Module, noted: Noted) -> str:
         of_whole = _note(whole, noted.family, noted.config)
         return whole, of_whole.wrong or _fuse(whole, of_whole)
 
-    assert noted.built is not None, "asked for only where nothing was wrong"
     encode = functools.partial(encoded, _answer)
     take = functools.partial(fuse_sharded, tower, call=run)
-    return serve_whole(tower, noted.built, Group.of(get_tp_group()), make, encode, take, logger)
+    return serve_whole(tower, noted.built or noted.wrong, Group.of(get_tp_group()), make, encode, take, logger)
 
 
 def _grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | Reason:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from fusedvit.families.base import Family
-from fusedvit.families.engine import Engine, rotary_table
+from fusedvit.families.engine import PLAIN_LAYERS, Engine, rotary_table
 from fusedvit.families.registry import dialect
 from fusedvit.model.param_names import WeightNames
 from fusedvit.model.spec import VisionSpec, rope_frequencies
@@ -42,6 +42,11 @@ SGLANG = Engine(
         "gelu": ("GELUActivation", None),
         "quick_gelu": ("QuickGELUActivation", None),
         "swiglu": ("SiluAndMul", None),
+    },
+    values={
+        **{"is_neox_style": True, "softmax_scale": None, "sinks": None, "dropout": 0.0, "disable_merger_proj": False},
+        **{"qk_normalization": False, "qk_normalization_by_head_size": False},
+        **{"customized_position_embedding_applier": None, **PLAIN_LAYERS},
     },
     objects={
         "quant_method": frozenset(

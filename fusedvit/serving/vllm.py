@@ -36,7 +36,7 @@ from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm_gemma
-from fusedvit.serving.agreement import Group
+from fusedvit.serving.agreement import Group, told
 from fusedvit.serving.engine_calls import as_rows, counted, encoded, grid_of
 from fusedvit.serving.plugin import (
     CONFIG,
@@ -313,9 +313,9 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     from vllm.distributed import get_tp_group
 
     try:
-        built = Built.of(tower, VLLM)
-    except ValueError as error:  # of its code, which is the same on every rank
-        return unnamed(error)
+        built: Built | str = Built.of(tower, VLLM)
+    except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
+        built = told(error)
     encode = functools.partial(encoded, _answer)
     take = functools.partial(fuse_sharded, tower, call=run)
     return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, take, logger)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from fusedvit.families.base import Family
-from fusedvit.families.engine import HUGGING_FACE, Engine, rotary_table
+from fusedvit.families.engine import HUGGING_FACE, PLAIN_LAYERS, Engine, rotary_table
 from fusedvit.families.registry import dialect, family_of
 from fusedvit.model.param_names import DownsampleNames, WeightNames
 
@@ -22,7 +22,10 @@ VLLM = Engine(
         "quick_gelu": ("QuickGELU", None),
         "swiglu": ("SiluAndMul", None),
     },
-    values={"fp8_enabled": False, "tp_size": 1, "is_neox_style": True},
+    values={
+        **{"fp8_enabled": False, "tp_size": 1, "is_neox_style": True, "pass_weight": True},
+        **PLAIN_LAYERS,
+    },
     objects={"quant_method": frozenset({"vllm.model_executor.layers.linear.UnquantizedLinearMethod"})},
     buffers={"cos_sin_cache": rotary_table},
     tolerance=1e-2,  # the table is in the tower's dtype; a frequency's last bit is 1e-3 of an angle at position 8191
@@ -36,6 +39,7 @@ _HUGGING_FACE_INSIDE = replace(
     name="vLLM",
     packages=VLLM.packages,
     decorators=(*HUGGING_FACE.decorators, *VLLM.decorators),
+    values={"attention_scaling": 1.0, **PLAIN_LAYERS},
     objects=VLLM.objects,
 )
 

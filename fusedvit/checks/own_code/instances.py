@@ -1,6 +1,7 @@
 """Checks attributes of modules, and of the classes that `fuse` gives them, under names that the code mentions: Python
 may find these attributes instead of what the code's source defines."""
 
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType
@@ -13,7 +14,7 @@ from fusedvit.checks.module_calls import replaced_calls
 from fusedvit.checks.own_code.findings import CALLED
 from fusedvit.checks.own_code.walk import LOOKUP, CodeWalk
 from fusedvit.checks.ownership import ORIGINAL, describe, own_class
-from fusedvit.checks.source_code import definition_of
+from fusedvit.checks.source_code import definition_of, names_in
 
 _METHODS = (property, FunctionType, staticmethod, classmethod)
 
@@ -48,6 +49,18 @@ def follow_calls(walk: CodeWalk, plain: Plain) -> None:
     for path, module in chain(plain.modules.items(), *inside):
         for what in replaced_calls(path, module) if path else ():
             walk.found.note_foreign(what)
+
+
+def follow_called_by_others(walk: CodeWalk, inner: Iterable[nn.Module]) -> None:
+    """Follows methods of an engine's inner modules that the code of the tower's file names: it calls more of them than
+    `forward`, such as those of a rotary table. What a method calls in its own class `follow_method` finds."""
+    functions = [f for f in walk.found.functions.values() if f.__module__.startswith(walk.engine.towers)]
+    mentioned = sorted({name for function in functions for name in names_in(function.__code__)})
+    for cls in dict.fromkeys(map(type, inner)):
+        for name in mentioned:
+            home = next((c for c in cls.__mro__ if name in vars(c)), nn.Module)
+            if home.__module__.startswith(walk.engine.packages):
+                walk.follow_method(cls, name)
 
 
 def follow_attributes(walk: CodeWalk, path: str, module: nn.Module) -> None:

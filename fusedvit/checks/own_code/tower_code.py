@@ -13,7 +13,14 @@ from functools import lru_cache
 from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import Findings, OwnCode
-from fusedvit.checks.own_code.instances import follow_attributes, follow_calls, follow_classes, follow_ours
+from fusedvit.checks.own_code.instances import (
+    follow_attributes,
+    follow_called_by_others,
+    follow_calls,
+    follow_classes,
+    follow_ours,
+)
+from fusedvit.checks.own_code.operations import follow_operations
 from fusedvit.checks.own_code.operators import operators_in
 from fusedvit.checks.own_code.registries import follow_registries
 from fusedvit.checks.own_code.torch_names import TorchNames
@@ -34,6 +41,8 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     if engine != HUGGING_FACE:
         for path, module in plain.modules.items():
             follow_attributes(walk, path, module)
+        follow_called_by_others(walk, inner)
+        follow_operations(walk)
     follow_calls(walk, plain)
     layers = _code_of_layers(plain, engine)
     follow_registries(walk, plain.modules.values())

@@ -172,6 +172,33 @@ def _parameter(tower: Any) -> None:
     tower.merger.linear_fc2.weight = torch.nn.Parameter(tower.merger.linear_fc2.weight[:32], requires_grad=False)
 
 
+NUMBERS = {"attn.softmax_scale": 0.5, "attn.qkv_backend.scale": 0.5, "mlp.linear_fc1.skip_bias_add": True}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_tower_was_built_with(
+    name: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """They are judged by the tower's config: SGLang has no second tower to compare with."""
+    built = Built.of
+
+    def of(tower: Any, engine: Any) -> Built:
+        module, _, attribute = name.rpartition(".")
+        setattr(tower.blocks[1].get_submodule(module), attribute, NUMBERS[name])
+        return built(tower, engine)
+
+    monkeypatch.setattr(Built, "of", of)
+    loaded(build())
+    assert f"blocks.1.{name} is {NUMBERS[name]}, expected " in log.text
+
+
+def test_a_constructor_that_is_replaced(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    theirs = vision.VisionAttention.__init__
+    monkeypatch.setattr(vision.VisionAttention, "__init__", lambda self, *a, **k: theirs(self, *a, **k))
+    loaded(build())
+    assert "runs SGLang's own code" in log.text and "vision.VisionAttention.__init__ is " in log.text
+
+
 PATCHES = (_hook, _lora, _quantised, _kernel, _number, _method, _class, _parameter)
 
 
@@ -246,6 +273,15 @@ def test_a_function_that_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) 
     before = embed(tower, IMAGES)
     monkeypatch.setattr(vision, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
     assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
+
+
+def test_a_method_that_the_towers_code_calls_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tower_of(loaded(build()))
+    before, table = embed(tower, IMAGES), type(tower.rotary_pos_emb)
+    theirs = table.get_cos_sin
+    monkeypatch.setattr(table, "get_cos_sin", lambda self, length: [part * 1.5 for part in theirs(self, length)])
+    assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
+    assert "get_cos_sin" in str(handle_of(tower).reason())
 
 
 @pytest.mark.parametrize("release", ("0.5.20", "0.6.0", "1.0rc1"))

@@ -501,6 +501,22 @@ def not_noted(rank: int) -> None:
     assert rank == 1 or "merger.norm is of class elsewhere.Norm" in said[0], said
 
 
+def not_noted_on_one(rank: int) -> None:
+    """Somebody has replaced a constructor on one rank alone: the other one does not wait for it in vain."""
+    from unittest.mock import patch
+
+    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+
+    said, theirs = lines(), MMEncoderAttention.__init__
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+
+    with patch.object(MMEncoderAttention, "__init__", other if rank == 1 else theirs):
+        forbidden(rank)
+    assert rank == 1 or "rank 1: " in said[0] and "MMEncoderAttention.__init__ is" in said[0], said
+
+
 def rank_of(rank: int, port: int, scenarios: list[str]) -> None:
     sys.path.insert(0, str(ROOT))
     from tests.serving.vllm import support

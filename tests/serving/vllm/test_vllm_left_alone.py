@@ -10,12 +10,14 @@ import pytest
 import torch
 import vllm
 from torch import nn
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import qwen3_vl
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from fusedvit.bench.towers import random_weights_
+from fusedvit.checks.as_built import Built
 from fusedvit.serving import vllm as plugin
 from fusedvit.serving import vllm_worker
 from fusedvit.serving.plugin import CONFIG
@@ -137,6 +139,19 @@ def late() -> Iterator[None]:
         yield
 
 
+def constructor() -> Iterator[None]:
+    """One that leaves other numbers, which vLLM's tower itself has only from there."""
+    theirs = MMEncoderAttention.__init__
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+        self.scale *= 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MMEncoderAttention, "__init__", other)
+        yield
+
+
 judge = vllm_worker._judge_loaded
 
 
@@ -149,6 +164,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Iterator[None]] | None, st
     "LoRA": (LORA, None, "LoRA"),
     "a subclass": ({}, subclass, "subclass"),
     "a release": ({}, release, "0.99.0"),
+    "a constructor": ({}, constructor, "MMEncoderAttention.__init__"),
     "found once it has weights": ({}, late, "several dtypes"),
 }
 
@@ -166,6 +182,33 @@ def test_what_is_left_alone(name: str, strict: bool, monkeypatch: pytest.MonkeyP
         else:
             (found,) = stats(load(config=config)[1]).values()
             assert found.keys() == {"state"} and found["state"].startswith("vLLM's own code: ") and part in str(found)
+
+
+NUMBERS: dict[str, tuple[str, str, Any]] = {  # architecture, path of a module and its attribute, value
+    "scale": (QWEN, "blocks.1.attn.attn.scale", 0.5),
+    "size of a head": (QWEN, "blocks.1.attn.hidden_size_per_attention_head", 36),
+    "bias that is skipped": (QWEN, "blocks.1.mlp.linear_fc1.skip_bias_add", True),
+    "part of a norm": ("Qwen2_5_VLForConditionalGeneration", "blocks.1.norm1.variance_size_override", 80),
+    "weight of a norm": ("Qwen2_5_VLForConditionalGeneration", "blocks.1.norm1.pass_weight", False),
+    "Gemma's scale": (GEMMA, "encoder.layers.1.self_attn.scaling", 0.5),
+    "Gemma's pooling": (GEMMA, "pooler.root_hidden_size", 10.0),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_tower_was_built_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are judged by the tower's config: vLLM has no second tower to compare with."""
+    architecture, path, value = NUMBERS[name]
+
+    def of(tower: Any, engine: Any) -> Built:
+        module, _, attribute = path.rpartition(".")
+        setattr(tower.get_submodule(module), attribute, value)
+        return built(tower, engine)
+
+    built = Built.of
+    monkeypatch.setattr(Built, "of", of)
+    (found,) = stats(load(architecture)[1]).values()
+    assert f"{path} is {value}, expected " in found["state"]
 
 
 @pytest.mark.parametrize("architecture", [QWEN, GEMMA])

@@ -87,7 +87,8 @@ def test_data_parallel() -> None:
 
 TOGETHER = (
     *("parity", "start", "differences", "judged", "sleep", "fails_on_one", "part_fails_on_one", "without_weights"),
-    *("replicated", "not_noted", "forbidden_here", "in_half", "refused_on_one", "strict_where_forbidden", "asked"),
+    *("replicated", "not_noted", "not_noted_on_one", "forbidden_here", "in_half", "refused_on_one"),
+    *("strict_where_forbidden", "asked"),
 )
 
 
