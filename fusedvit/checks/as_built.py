@@ -335,7 +335,7 @@ def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpe
 def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object], engine: Engine) -> str:
     """The first of a module's attributes with a wrong value or an object of the wrong class; "" for none."""
     for name, value in values.items():
-        if not _is_number(own.get(name, value), value):
+        if not _are_equal(own.get(name, value), value):
             return _differs(_dotted(path, name), own[name], value)
     for name in own.keys() & engine.objects.keys():
         if name_of(type(own[name])) not in engine.objects[name]:
@@ -343,7 +343,7 @@ def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object
     return ""
 
 
-def _is_number(got: object, expected: object) -> bool:
+def _are_equal(got: object, expected: object) -> bool:
     """Whether two values are equal; floats may have been computed in another order."""
     if isinstance(got, float) and isinstance(expected, float):
         return isclose(got, expected)

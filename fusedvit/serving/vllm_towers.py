@@ -22,10 +22,7 @@ VLLM = Engine(
         "quick_gelu": ("QuickGELU", None),
         "swiglu": ("SiluAndMul", None),
     },
-    values={
-        **{"fp8_enabled": False, "tp_size": 1, "is_neox_style": True, "pass_weight": True},
-        **PLAIN_LAYERS,
-    },
+    values={"fp8_enabled": False, "tp_size": 1, "is_neox_style": True, "pass_weight": True, **PLAIN_LAYERS},
     objects={"quant_method": frozenset({"vllm.model_executor.layers.linear.UnquantizedLinearMethod"})},
     buffers={"cos_sin_cache": rotary_table},
     tolerance=1e-2,  # the table is in the tower's dtype; a frequency's last bit is 1e-3 of an angle at position 8191
