@@ -4,11 +4,13 @@ A call compares thousands of entries, so each loop here runs in C.
 """
 
 import functools
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, count
 from operator import attrgetter, is_, is_not
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ REGISTRIES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # set on an instance, these hide its class's methods
 KEYS: Any = type({}.keys())
+_body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _version_of_dictionary: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, torch.device, torch.Size})
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # else engines' parameters run Python code for each attribute
@@ -122,7 +125,7 @@ class Written:
     """Detects writes to dictionaries by the version numbers that PyTorch's compiler reads from them.
 
     Every write, in whatever way, changes a dictionary's version. As long as it stays, the content need not be compared
-    again: one check per dictionary instead of one per entry.
+    again: one check per dictionary instead of one per entry, and one in all if nothing was written anywhere.
 
     Attributes:
         versions: the versions when the content was last found unchanged; None if versions are not available.
@@ -130,16 +133,53 @@ class Written:
 
     def __init__(self, dictionaries: Iterable[dict[str, Any]]) -> None:
         self._dictionaries = tuple({id(d): d for d in dictionaries}.values())
+        self._epoch = 0  # in which `versions` were read
+        self.versions: list[int] | None = None
         self.versions = self.now()
 
     def now(self) -> list[int] | None:
         """The current versions; to be read before the content."""
-        return list(map(_version_of_dictionary, self._dictionaries)) if _versions_work() else None
+        if not _versions_work():
+            return None
+        epoch = _epochs.now()  # before the versions
+        if epoch == self._epoch and self.versions is not None:
+            return self.versions
+        versions = list(map(_version_of_dictionary, self._dictionaries))
+        self._epoch = epoch if versions == self.versions else 0
+        return versions
+
+
+class _Epochs:
+    """Tells whether any dictionary was written to: an epoch ends with the first write to one whose version was read.
+
+    From Python 3.12 on PyTorch numbers these writes, and a dictionary's version is the number of the last one to it.
+    So if two writes to a dictionary of our own have consecutive numbers, nothing else was written in between. Before,
+    CPython numbers writes to all dictionaries of the process, and epochs are too short to be of use.
+
+    Threads may end an epoch twice; they cannot miss an end, as `_last` is set after `_epoch`.
+    """
+
+    def __init__(self) -> None:
+        self._own, self._last = {"writes": 0}, 0
+        self._numbers = count(1)  # an epoch's number is never used again
+        self._epoch = next(self._numbers)
+
+    def now(self) -> int:
+        """The number of the current epoch, at least 1."""
+        self._own["writes"] += 1
+        number = _version_of_dictionary(self._own)
+        if number != self._last + 1:
+            self._epoch = next(self._numbers)
+        self._last = number
+        return self._epoch
+
+
+_epochs = _Epochs()
 
 
 @functools.cache
 def _versions_work() -> bool:
-    """Whether PyTorch's dictionary versions, which are not a public interface, count each way to write."""
+    """Whether PyTorch's dictionary versions, which are no public interface, count each way to write, and end epochs."""
     return attempted(_versions_count) is True  # another release has other names or arguments
 
 
@@ -161,8 +201,10 @@ def _versions_count() -> bool:
     )
     for way in ways:
         written = module._modules if way is ways[-2] else own
-        before = _version_of_dictionary(written)
+        before, epoch = _version_of_dictionary(written), _epochs.now()
         if _version_of_dictionary(written) != before or (way(), _version_of_dictionary(written))[1] == before:
+            return False
+        if _epochs.now() == epoch:
             return False
     return True
 
@@ -210,6 +252,31 @@ class Instances:
 def registered(module: nn.Module) -> set[str]:
     """Names of the parameters, buffers and modules that are registered in `module`."""
     return {*module._parameters, *module._buffers, *module._modules}
+
+
+class Bodies:
+    """The code, defaults and keyword defaults of functions.
+
+    Reading one of these raises an audit event (`sys.audit`), 0.5 us where somebody listens. The garbage collector's
+    list of what functions refer to, these among it, is one event for all. Where the list differs, as by annotations
+    that somebody reads, code and defaults are read.
+    """
+
+    def __init__(self, functions: tuple[FunctionType, ...]) -> None:
+        self._functions = functions
+        self._bodies = list(map(_body_of, functions))
+        self._referents = gc.get_referents(*functions)
+        there = {*map(id, self._referents)}
+        self._listed = all(id(part) in there for body in self._bodies for part in body if part is not None)
+
+    def unchanged(self) -> bool:
+        referents = gc.get_referents(*self._functions)
+        if self._listed and referents == self._referents:
+            return True
+        if list(map(_body_of, self._functions)) != self._bodies:
+            return False
+        self._referents = referents
+        return True
 
 
 class Layouts:

@@ -75,7 +75,7 @@ MUTANTS = (
     _never(
         "dictionaries of instances",
         CHANGE,
-        "not all(map(is_, map(vars, self.classed), self.homes))",
+        "not all(map(is_, map(_dict_of, self.classed), self.homes))",
         "hf/changed_in_place:another_dict",
     ),
     _without("what was written", CHANGE, " and versions == self.written.versions", "hf/changes"),
@@ -87,6 +87,7 @@ MUTANTS = (
         " or (way(), _version_of_dictionary(written))[1] == before",
         "unit/recorded:versions",
     ),
+    _never("ends of epochs", RECORDED, "number != self._last + 1", "unit/recorded:dictionaries_are"),
     _clause("registries of instances", "self.registries.unchanged()", "hf/changed_in_place:what_a_tower", RECORDED),
     _clause(
         "hooks",
@@ -118,8 +119,8 @@ MUTANTS = (
         "hf/weights:answer hf/weights:unwatched",
     ),
     _clause("attention registries", "self.registries.unchanged()", "hf/own_code:entries"),
-    _clause("bodies of functions", "list(map(_body_of, self.bodies[0])) == self.bodies[1]", "hf/own_code:ways"),
-    _without("defaults that change", CHANGE, ', "__defaults__"', "hf/own_code:ways"),
+    _clause("bodies of functions", "self.bodies.unchanged()", "hf/own_code:ways"),
+    _without("defaults that change", RECORDED, ', "__defaults__"', "hf/own_code:ways"),
     Mutant("pre-hooks", RECORDED, ', "_forward_pre_hooks")', ",)", "hf/fallback:hooks"),
     Mutant("training mode", CHANGE, "for module in dropouts(tower))", "for module in ())", "hf/numbers:dropout"),
     Mutant(

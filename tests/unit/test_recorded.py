@@ -1,7 +1,9 @@
 """What a snapshot compares quickly is compared as exactly as what it compares slowly."""
 
 import contextlib
+import gc
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import recorded
-from fusedvit.checks.recorded import Attributes, Instances, Layouts, Written
+from fusedvit.checks.recorded import Attributes, Bodies, Instances, Layouts, Written
 
 
 class Weight(nn.Parameter):
@@ -104,6 +106,50 @@ def test_guards_that_miss_a_change_or_are_not_there_are_not_used(monkeypatch: py
     assert not work()
 
 
+def _double(x: int, y: int = 2, *, z: int = 3) -> int:
+    return x * y * z
+
+
+def _halve(x: int, y: int = 2) -> float:
+    return x / y
+
+
+def _change_code(f: FunctionType) -> None:
+    f.__code__ = (lambda x, y=2, *, z=3: x).__code__
+
+
+def _change_defaults(f: FunctionType) -> None:
+    f.__defaults__ = (5,)
+
+
+def _change_keyword_defaults(f: FunctionType) -> None:
+    f.__kwdefaults__ = {"z": 5}
+
+
+@pytest.mark.parametrize("change", [_change_code, _change_defaults, _change_keyword_defaults])
+@pytest.mark.parametrize("listed", [True, False])
+def test_functions_that_change_in_place(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[FunctionType], None], listed: bool
+) -> None:
+    function = FunctionType(_double.__code__, globals(), "f", _double.__defaults__)
+    function.__kwdefaults__ = dict(_double.__kwdefaults__)
+    if not listed:  # an interpreter whose collector does not list them
+        monkeypatch.setattr(gc, "get_referents", lambda *functions: [])
+    bodies = Bodies((function, _halve))  # type: ignore[arg-type]
+    assert bodies.unchanged()
+    change(function)
+    assert not bodies.unchanged()
+    assert not bodies.unchanged()
+
+
+def test_functions_whose_annotations_are_read_are_compared_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = Bodies((_halve, _double))  # type: ignore[arg-type]
+    _halve.__annotations__ = dict(_halve.__annotations__) | {"w": int}
+    assert bodies.unchanged()
+    monkeypatch.setattr(recorded, "_body_of", lambda function: pytest.fail("the collector's list tells"))
+    assert bodies.unchanged()
+
+
 WRITES: dict[str, Callable[[dict[str, Any]], object]] = {
     "another": lambda d: d.__setitem__("a", 2),
     "a new one": lambda d: d.setdefault("z", 1),
@@ -134,6 +180,64 @@ def test_versions_that_miss_a_write_or_are_not_there_are_not_used(monkeypatch: p
     assert not work()
     monkeypatch.setattr(recorded, "_versions_work", work)
     assert Written([{"a": 1}]).now() is None
+
+
+class Numbered:
+    """Versions as PyTorch numbers them from Python 3.12 on: writes to dictionaries whose version was read before."""
+
+    def __init__(self) -> None:
+        self.number = self.asked = 0
+        self.known: dict[int, tuple[dict[str, Any], dict[str, Any], int]] = {}
+
+    def version(self, dictionary: dict[str, Any]) -> int:
+        self.asked += 1
+        for key, (known, before, _) in [*self.known.items()]:
+            if known is not dictionary and known != before:
+                self._note(key, known)
+        if id(dictionary) not in self.known or dictionary != self.known[id(dictionary)][1]:
+            self._note(id(dictionary), dictionary)
+        return self.known[id(dictionary)][2]
+
+    def _note(self, key: int, dictionary: dict[str, Any]) -> None:
+        self.number += 1
+        self.known[key] = dictionary, dictionary.copy(), self.number
+
+
+def test_dictionaries_are_not_asked_while_none_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered = Numbered()
+    monkeypatch.setattr(recorded, "_version_of_dictionary", numbered.version)
+    monkeypatch.setattr(recorded, "_versions_work", lambda: True)
+    monkeypatch.setattr(recorded, "_epochs", recorded._Epochs())
+    ours: list[dict[str, Any]] = [{"a": 1}, {"a": 1}]
+    first, second, unrelated = Written(ours), Written([{"a": 1}]), {"a": 1}
+
+    def asked(of: Written) -> int:
+        """How many versions are read to find that nothing was written."""
+        before = numbered.asked
+        assert of.now() == of.versions
+        return numbered.asked - before
+
+    assert [asked(first), asked(second)] == [3, 2]
+    assert [asked(first), asked(second), asked(first)] == [1, 1, 1]
+    unrelated["a"] = 2  # nobody has read its version
+    assert asked(first) == 1
+    numbered.version(unrelated)
+    assert [asked(first), asked(first)] == [3, 1], "what others read and write ends an epoch"
+    ours[1]["a"] = 2
+    assert asked(second) == 2
+    versions = first.now()
+    assert versions != first.versions, "another's call has begun the epoch"
+    assert first.now() == versions != first.versions, "until the content is found unchanged"
+    first.versions = versions
+    assert [asked(first), asked(first)] == [3, 1]
+    first.versions = None  # of changed content
+    assert first.now() == versions
+
+
+def test_versions_that_end_no_epoch_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    version, own = recorded._version_of_dictionary, recorded._epochs._own
+    monkeypatch.setattr(recorded, "_version_of_dictionary", lambda d: d["writes"] if d is own else version(d))
+    assert not recorded._versions_work.__wrapped__()
 
 
 def test_attributes_that_come_or_hide() -> None:
