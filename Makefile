@@ -175,11 +175,10 @@ aot: $(SETUP)
 aot-chips: $(SETUP)
 	$(AHEAD) --alike --arch 80 86 89 100 120
 
-# One of those kernels that are alike in bf16. On the oldest Triton of our range: every tower at every size for Hopper, a
-# sample for two others. On the newest: every tower at one size for every architecture. On both some of what is compiled
-# for Hopper is run on the emulator of its instructions, as pytest does on the installed one (on the oldest what its
-# tuning tables choose), and a folder of kernels is filled. On the version between these: a sample for Hopper.
-# MATRIX="--arch 90 --dtype bf16" narrows it.
+# Kernels in bf16 on the other Triton versions: on the ends of the range every tower at one size for Hopper, and the
+# sample for other chips; between them the sample for Hopper. On both ends some of what is compiled for Hopper is run on
+# the emulator of its instructions, as pytest does on the installed version (on the oldest also what its tuning tables
+# choose), and a folder of kernels is filled. MATRIX="--arch 90" narrows it.
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
 	newest=$$($(PY) -m pip index versions triton $(PIP_ARGS) 2>/dev/null \
@@ -192,11 +191,11 @@ aot-matrix: $(SETUP)
 	    compile() { PYTHONPATH=$$folder $(AHEAD) "$$@" $(MATRIX) || failed="$$failed $$version"; }; \
 	    case $$version in \
 	        $(MIDDLE_TRITON)) compile $(SAMPLE) --arch 90; continue;; \
-	        $(OLDEST_TRITON)) compile --alike --arch 90 --dtype bf16; compile $(SAMPLE) --arch 80 100; \
-	            emulated="tables or 72-bf16";; \
-	        *) compile --alike --dtype bf16 --budget 4096; \
-	            emulated="72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed";; \
+	        $(OLDEST_TRITON)) chips="80 100"; emulated="tables or 72-fp16";; \
+	        *) chips="80 86 89 100 120"; emulated="72-fp16 or hopper-bf16 or swap_ab-bf16";; \
 	    esac; \
+	    compile --alike --arch 90 --dtype bf16 --budget 4096; \
+	    compile $(SAMPLE) --arch $$chips; \
 	    PYTHONPATH=$$folder $(PYTEST) $(PARALLEL) $(EMULATED) -k "$$emulated" || failed="$$failed $$version (emulated)"; \
 	    PYTHONPATH=$$folder $(PYTEST) -n 0 $(FOLDERS) || failed="$$failed $$version (folders)"; \
 	done; \
