@@ -32,7 +32,7 @@ SLOW = (
     "tests/hf/test_data_parallel.py::test_any_change_that_comes_and_goes",  # 40
     "tests/hf/test_interrupts.py::test_a_call_that_takes_other_weights",  # 15
     "tests/hf/test_numbers.py::test_attributes_that_matter_in_the_other_families",  # 60
-    "tests/hf/test_own_code.py::test_every_function_that_a_tower_runs",  # 80
+    "tests/hf/test_own_code.py::test_every_function_that_a_tower_runs",  # 40
     "tests/unit/bench/test_tune.py::test_checking_survives_a_crash_and_a_hang",  # 32
     "tests/unit/test_family_encoders.py::test_buffers_of_a_budget_and_nan_in_their_rest",  # 49
     "tests/unit/test_compile_service.py::test_a_full_disk",  # 6

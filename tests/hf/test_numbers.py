@@ -176,8 +176,7 @@ def check_every_attribute(name: str, others: bool = True) -> None:
         theirs = outcome(call.run, original)
         matters = bool(wrong(plain, theirs)) and not change.name.startswith(COUNTED_ELSEWHERE)
         mattered += matters
-        times = ((True, False) if matters else (True,)) if others else (True,) * matters
-        for used in times:
+        for used in [True] * (matters or others) + [False] * (matters and others):
             ours, fell_back, back = changed(tower, change, call, used)
             why = wrong(ours, theirs) or ("no reason" if matters and not (fell_back or is_weight(change)) else "")
             why = why or ("" if back else "not noticed as it goes")

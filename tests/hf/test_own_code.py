@@ -87,14 +87,17 @@ def answer_when(tower: Any, when: str, replace: contextlib.AbstractContextManage
 
 @each_of(INSTALLED)
 def test_every_function_that_a_tower_runs(name: str) -> None:
-    """Each replaced, one at a time, after a call, and in one class of a shape before `fuse`: the answer is the original
-    code's, with a reason."""
+    """Each replaced, one at a time, before `fuse` and after a call: the answer is the original code's, with a reason.
+
+    All of them in one class of each shape. In the others, whose code mostly is a copy of it, every third, after a call.
+    """
     tower = family_tower(name)
     call = Call.of(tower, GRID)
     plain = call.run(tower)
-    changed = 0
-    times = ("before fuse", "after a call") if name in SHAPES else ("after a call",)
-    for item in replaceable(tower):
+    changed, items, times = 0, replaceable(tower), ("before fuse", "after a call")
+    if name not in SHAPES:
+        items, times = items[INSTALLED.index(name) % 3 :: 3], ("after a call",)
+    for item in items:
         replace = functools.partial(mock.patch.object, item.owner, item.name, spoiled(getattr(item.owner, item.name)))
         with replace():
             expected = call.run(tower)
@@ -107,7 +110,7 @@ def test_every_function_that_a_tower_runs(name: str) -> None:
             assert item.name in handle.stats()["details"][fallback.FOREIGN_CODE], f"{item}, {when}"
             call.run(copied)
             assert handle.stats()["fused"] == 1 + (when == "after a call"), f"{item}, {when}: not noticed as it goes"
-    assert changed >= 10, "the replacements change too little: the test shows nothing"
+    assert changed >= len(items) / 3, "the replacements change too little: the test shows nothing"
 
 
 def test_fused_again_when_what_was_replaced_is_back() -> None:
