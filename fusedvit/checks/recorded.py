@@ -133,7 +133,7 @@ class Written:
 
     def __init__(self, dictionaries: Iterable[dict[str, Any]]) -> None:
         self._dictionaries = tuple({id(d): d for d in dictionaries}.values())
-        self._epoch = 0  # in which `versions` were read
+        self._epoch = 0  # in which the dictionaries had `versions`; 0 if another may have begun
         self.versions: list[int] | None = None
         self.versions = self.now()
 

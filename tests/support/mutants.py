@@ -75,7 +75,7 @@ MUTANTS = (
     _never(
         "dictionaries of instances",
         CHANGE,
-        "not all(map(is_, map(_dict_of, self.classed), self.homes))",
+        "not all(map(is_, map(vars, self.classed), self.homes))",
         "hf/changed_in_place:another_dict",
     ),
     _without("what was written", CHANGE, " and versions == self.written.versions", "hf/changes"),
