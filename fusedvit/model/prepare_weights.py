@@ -187,7 +187,8 @@ class _Maker:
         scaled = _pitched(exact.to(weight.dtype), own=True)
         colsum = None
         if self.spec.norm == "layer":
-            shift = weight.double() @ self.source(f"{norm}.bias").double()
+            # No matrix product: the first call would wait for cuBLAS to load one of doubles, 35 ms on an H200.
+            shift = (weight.double() * self.source(f"{norm}.bias").double()).sum(1)
             bias = shift if bias is None else bias.double() + shift
             colsum = scaled.double().sum(1).to(wide)
         if bias is not None:

@@ -51,11 +51,13 @@ def _hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     samples = [_samples(n, w.device) for n, w in zip(counts, words, strict=True)]
     read = [w[: GROUP * n].view(-1, GROUP)[group] for w, n, (group, _) in zip(words, counts, samples, strict=True)]
     low, high = torch.cat(read).cpu().view(torch.int32).unbind(1)
-    last = [w[GROUP * n :] for w, n in zip(words, counts, strict=True)]
-    left = torch.cat([torch.arange(len(w), device="cpu") for w in last]) - GROUP
-    hashed = _mix(_mix(low + torch.cat([salt for _, salt in samples])) ^ high)
-    more = _mix(torch.cat(last).cpu().to(torch.int32) + (left * _GOLDEN).to(torch.int32))
-    return _sums(read, hashed) + _sums(last, more)
+    found = _sums(read, _mix(_mix(low + torch.cat([salt for _, salt in samples])) ^ high))
+    odd = [i for i, (w, n) in enumerate(zip(words, counts, strict=True)) if len(w) > GROUP * n]
+    if odd:
+        last = [words[i][GROUP * counts[i] :] for i in odd]
+        left = torch.cat([torch.arange(len(w), device="cpu") for w in last]) - GROUP
+        found[odd] += _sums(last, _mix(torch.cat(last).cpu().to(torch.int32) + (left * _GOLDEN).to(torch.int32)))
+    return found
 
 
 def fingerprint(
