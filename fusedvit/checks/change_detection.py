@@ -59,7 +59,7 @@ class _Code:
     names: tuple[str, ...]
     values: tuple[Any, ...]
     bound: tuple[tuple[Any, ...], tuple[str, ...], list[Any]]
-    registries: Entries
+    registries: Attributes
     bodies: Bodies
     wrapped: tuple[tuple[Any, ...], tuple[Any, ...]]
     absent: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
@@ -87,7 +87,7 @@ class _Code:
         of_classes = tuple(s[0] for s in bound), tuple(s[1] for s in bound), [s[2] for s in bound]
         cells = tuple(cell for function in own.functions for cell in cells_of(function))
         wrapped = cells, tuple(map(_held_by, cells))
-        registries = Entries.of(own.registries)
+        registries = Attributes(own.registries)
         return _Code(owners, names, values, of_classes, registries, Bodies(own.functions), wrapped, (views, hidden))
 
     def unchanged(self) -> bool:
@@ -95,6 +95,7 @@ class _Code:
             all(map(is_, map(getattr, self.owners, self.names, repeat(None)), self.values))
             and list(map(getattr, *self.bound[:2], repeat(None))) == self.bound[2]
             and all(map(KEYS.isdisjoint, *self.absent))
+            and self.registries.hold_the_same()
             and self.registries.unchanged()
             and self.bodies.unchanged()
             and all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))

@@ -189,7 +189,7 @@ class CheckedTower:
         be compared. Parameters are identified by `id`, so they must be kept alive while results are compared.
         """
         parameters, adapters = self._parameters_read(), Plain.of(self.tower).layers
-        buffers = self._buffers_read()
+        buffers = self._buffers_prepared_from()
         if sum(b.numel() for b in buffers.values()) > MOST_IN_BUFFERS:
             return None
         values = [None if b.is_meta else b.tolist() for b in buffers.values()]  # by value: moving a tower replaces them
@@ -209,6 +209,12 @@ class CheckedTower:
     def _buffers_read(self) -> dict[str, torch.Tensor]:
         names, found = self._buffer_names(), self.tower.named_buffers(remove_duplicate=False)
         return {path: buffer for path, buffer in found if path.rpartition(".")[2] in names}
+
+    def _buffers_prepared_from(self) -> dict[str, torch.Tensor]:
+        """The buffers that `prepare` reads. Not an engine's rotary tables, which `reason` compares with the config."""
+        engine, found = self.family.engine, self._buffers_read()
+        unread = () if engine == HUGGING_FACE else engine.buffers
+        return {path: buffer for path, buffer in found.items() if path.rpartition(".")[2] not in unread}
 
     def _buffer_names(self) -> frozenset[str]:
         """Names that the code mentions, and names of buffers in the family's and engine's records."""

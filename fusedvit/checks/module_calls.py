@@ -91,17 +91,22 @@ def _is_call_of(value: object, module: nn.Module) -> bool:
 
 
 def _is_compiled_by_torch(value: object, module: nn.Module) -> bool:
-    if not isinstance(value, FunctionType) or definition_of(value) != _WRAPPER:
-        return False
+    return isinstance(value, FunctionType) and _is_call_of(compiled_by_torch(value), module)
+
+
+def compiled_by_torch(wrapper: FunctionType) -> object:
+    """The function that torch's own compiler runs in place of `wrapper`; None if `wrapper` is anything else."""
+    if definition_of(wrapper) != _WRAPPER:
+        return None
     try:
-        cells = (cell.cell_contents for cell in value.__closure__ or ())
-        held: dict[str, Any] = dict(zip(value.__code__.co_freevars, cells, strict=True))
+        cells = (cell.cell_contents for cell in wrapper.__closure__ or ())
+        held: dict[str, Any] = dict(zip(wrapper.__code__.co_freevars, cells, strict=True))
         backend = _innermost(held["callback"])
     except (ValueError, KeyError, AttributeError):  # another release of torch has other closure variables
-        return False
+        return None
     options = getattr(backend, "config", {})
     ours = type(backend) is getattr(torch, "_TorchCompileInductorWrapper", None)
-    return ours and _is_call_of(held["fn"], module) and all(isinstance(option, _PLAIN) for option in options.values())
+    return held["fn"] if ours and all(isinstance(option, _PLAIN) for option in options.values()) else None
 
 
 def _innermost(callback: Any) -> Any:

@@ -63,6 +63,11 @@ def or_refusal(check: Callable[[], Result]) -> Result | Reason:
         return Reason(ENGINE, unnamed(error))
 
 
+def nothing_in(pixels: Any) -> Reason | None:
+    """The reason to leave a call without patches to the engine, which may answer it or raise its own error."""
+    return Reason(ENGINE, "no patches") if isinstance(pixels, torch.Tensor) and not pixels.numel() else None
+
+
 def grid_of(grid_thw: Any) -> torch.Tensor | Reason:
     """`grid_thw` as an integer tensor `[n, 3]`; a reason for anything else. Nothing is read from a GPU."""
     return or_refusal(lambda: check_grid(as_rows(grid_thw)))

@@ -29,7 +29,7 @@ from fusedvit.families.base import Family
 from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import Group, told
-from fusedvit.serving.engine_calls import counted, encoded, grid_of
+from fusedvit.serving.engine_calls import counted, encoded, grid_of, nothing_in
 from fusedvit.serving.plugin import (
     check_options,
     install,
@@ -329,9 +329,10 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) 
             SGLang's code, which accepts it or raises its own error.
     """
     sharded: ShardedTower | None = vars(tower)[SERVED].sharded
+    left = nothing_in(x)
     if sharded is not None:
-        return sharded(x, _grid_of(handle, grid_thw))
-    found = counted(handle, lambda: _answer(handle, tower, x, _grid_of(handle, grid_thw)))
+        return sharded(x, left or _grid_of(handle, grid_thw))
+    found = counted(handle, lambda: left or _answer(handle, tower, x, _grid_of(handle, grid_thw)))
     return None if found is None else side_by_side(found.outputs, handle.spec)
 
 

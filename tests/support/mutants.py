@@ -236,8 +236,8 @@ MUTANTS = (
     Mutant(
         "functions of torch",
         WALK,
-        "            self.torch_names.follow_module(value, mentioned)",
-        "            pass",
+        "        self.torch_names.follow_module(module, mentioned)",
+        "        pass",
         "hf/own_code:ways hf/own_code:every_f",
     ),
     _never(
@@ -280,7 +280,11 @@ MUTANTS = (
     Mutant("backends of others", CALLS, "ours = type(backend) is", "ours = None is not", "hf/own_code:what_calling"),
     Mutant("passes over a compiled graph", CALLS, "isinstance(option, _PLAIN)", "True", "hf/own_code:a_pass"),
     Mutant(
-        "whose call was compiled", CALLS, 'ours and _is_call_of(held["fn"], module)', "ours", "hf/own_code:what_calling"
+        "whose call was compiled",
+        CALLS,
+        "_is_call_of(compiled_by_torch(value), module)",
+        "compiled_by_torch(value) is not None",
+        "hf/own_code:what_calling",
     ),
     Mutant(
         "compiled calls of classes", FOUND, '("forward", *CALL)', '("forward", *CALL[:3])', "hf/own_code:a_compiled"

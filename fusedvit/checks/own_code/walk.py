@@ -6,7 +6,7 @@ from types import FunctionType, ModuleType
 
 from torch import nn
 
-from fusedvit.checks.module_calls import CHECKPOINTING, COMPILED
+from fusedvit.checks.module_calls import CHECKPOINTING, COMPILED, compiled_by_torch
 from fusedvit.checks.own_code.findings import CALLED, Findings
 from fusedvit.checks.own_code.torch_names import TorchNames
 from fusedvit.checks.ownership import (
@@ -48,6 +48,8 @@ _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # their c
 _CHECKPOINTING = "GradientCheckpointingLayer"  # wraps the `forward` of every derived class
 _FOR_GRADIENTS = {*CHECKPOINTING}  # `module_calls` judges them: torch's function only recomputes the same
 _CONTEXTS = "torch.utils._contextlib"  # its wrapper enters a context around a function
+_COMPILER = "torch._dynamo."
+_KEPT_FROM_COMPILER = Definition("torch._dynamo.eval_frame", "DisableContext.__call__.<locals>._fn")
 # Decorators of these modules may run anything, or lower the precision: only where the source itself applies them.
 _NAMED_IN_SOURCE = (*HUGGING_FACE.packages, "contextlib")
 
@@ -69,6 +71,7 @@ class CodeWalk:
         self.found = Findings()
         self.torch_names = TorchNames(self.found, engine)
         self._skipped = skipped
+        self._modules: set[tuple[int, frozenset[str]]] = set()
 
     def follow_class(self, cls: type) -> None:
         self.found.note_slot(cls, "__mro__")  # changes if bases are replaced
@@ -127,8 +130,8 @@ class CodeWalk:
             return None
         decorators = decorators_of(function.__code__, expected.module) if wrappers else None
         for wrapper in wrappers:
-            if not _is_of_source(wrapper, decorators):
-                self.found.note_foreign(f"{where} is wrapped by {describe(wrapper)}")
+            if not _is_of_source(wrapper, decorators):  # `functools.wraps` gives it the name of what it wraps
+                self.found.note_foreign(f"{where} is wrapped by {'.'.join(definition_of(wrapper) or ())}")
         if id(function) not in self.found.functions:
             self.found.functions[id(function)] = function
             if not found.module.startswith("torch.nn.modules.module"):
@@ -153,7 +156,7 @@ class CodeWalk:
     def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
         value, where = vars(module)[name], f"{module.__name__}.{name}"
         if isinstance(value, ModuleType) and not is_foreign_object(value, self.engine):
-            self.torch_names.follow_module(value, mentioned)
+            self._follow_module(value, mentioned)
         if (id(module), name) in self.found.slots:
             return
         self.found.note_slot(module, name)
@@ -162,6 +165,16 @@ class CodeWalk:
             self._follow_function(value, module, name)
         elif is_foreign_object(value, self.engine) or self._is_of_others(value, module, name):
             self.found.note_foreign(f"{where} is {describe(value)}")
+
+    def _follow_module(self, module: ModuleType, mentioned: set[str]) -> None:
+        """Follows the mentioned names of a module that code calls functions of: torch's, or the engine's."""
+        self.torch_names.follow_module(module, mentioned)
+        names = frozenset(mentioned & vars(module).keys())
+        known = f"{module.__name__}.".startswith((*self.engine.packages, *self.engine.libraries))
+        if known and (id(module), names) not in self._modules:
+            self._modules.add((id(module), names))  # modules may hold each other
+            for name in sorted(names):
+                self._follow_global(module, name, mentioned)
 
     def _is_of_others(self, value: object, module: ModuleType, name: str) -> bool:
         """Whether a class or a function of C is not the one that the module's source defines or imports."""
@@ -196,7 +209,7 @@ class CodeWalk:
 
 
 def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> bool:
-    """Whether a decorator's wrapper is one that the source applies, or one that sets a gradient mode.
+    """Whether a decorator's wrapper is one that the source applies, or sets a gradient mode, or is torch's compiler's.
 
     A serving engine's own decorators may return a wrapper of another name, so their wrappers are accepted anywhere.
     """
@@ -205,6 +218,8 @@ def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> b
         return False
     if found.module == _CONTEXTS:
         return sets_gradients(wrapper)
+    if found.module.startswith(_COMPILER):
+        return found == _KEPT_FROM_COMPILER or compiled_by_torch(wrapper) is not None
     if decorators is None or not found.module.startswith(_NAMED_IN_SOURCE):
         return True
     return found.path.partition(".")[0] in (*decorators, _CHECKPOINTING)

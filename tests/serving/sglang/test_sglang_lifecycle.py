@@ -107,6 +107,17 @@ def test_parts_of_an_update(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert close(answer, own(tower, IMAGES)) and not close(answer, before)
 
 
+def test_a_hook_that_comes_and_goes_leaves_prepared_weights() -> None:
+    tower = tower_of(loaded(build()))
+    for _ in range(2):
+        hook = tower.blocks[1].register_forward_hook(lambda *_: None)
+        embed(tower, IMAGES)
+        hook.remove()
+        embed(tower, IMAGES)
+    stats = vars(tower)["_fusedvit"].stats()
+    assert (stats["fused"], stats["original"], stats["refreshes"]) == (2, {"hooks": 2}, 1)
+
+
 def test_weights_that_are_only_compared_stay_prepared() -> None:
     model = loaded(build())
     manager = manager_of(model)

@@ -13,6 +13,7 @@ import pytest
 import sglang.version
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers import layernorm_sp
 from sglang.srt.layers.attention import vision
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
@@ -282,6 +283,46 @@ def test_a_method_that_the_towers_code_calls_is_replaced(monkeypatch: pytest.Mon
     monkeypatch.setattr(table, "get_cos_sin", lambda self, length: [part * 1.5 for part in theirs(self, length)])
     assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
     assert "get_cos_sin" in str(handle_of(tower).reason())
+
+
+def test_a_function_that_code_finds_in_a_module_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`layernorm_sp.column_parallel_g_matmul(...)`, in SGLang's linear layers."""
+    tower = tower_of(loaded(build()))
+    embed(tower, IMAGES)
+    monkeypatch.setattr(layernorm_sp, "column_parallel_g_matmul", lambda *_: None)
+    assert close(embed(tower, IMAGES), own(tower, IMAGES)) and handle_of(tower).stats()["fused"] == 1
+    assert "layernorm_sp.column_parallel_g_matmul" in str(handle_of(tower).reason())
+
+
+COMPILED: dict[str, tuple[Callable[[Any], Any], bool]] = {  # whether it computes what the function does
+    "by torch": (torch.compile, True),
+    "by a backend": (lambda function: torch.compile(function, backend=lambda graph, _: graph), False),
+    "with a pass": (
+        lambda function: torch.compile(function, options={"post_grad_custom_post_pass": lambda graph: None}),
+        False,
+    ),
+    "never": (torch.compiler.disable, True),
+    "as one node": (torch._dynamo.nonstrict_trace, False),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_function_that_is_compiled(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, (decorate, same) = tower_of(loaded(build())), COMPILED[how]
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    with torch._dynamo.config.patch(disable=False):
+        monkeypatch.setattr(vision, "apply_rotary_pos_emb", decorate(vision.apply_rotary_pos_emb))
+    found = str(handle_of(tower).reason())
+    assert found == "None" if same else "apply_rotary_pos_emb is wrapped by torch._dynamo." in found
+
+
+@pytest.mark.parametrize("grid", ([], [(0, 4, 4)], IMAGES), ids=str)
+def test_calls_without_patches_are_sglangs_to_judge(grid: Any) -> None:
+    tower = tower_of(loaded(build()))
+    pixels, given = pixels_of(tower, IMAGES)[:0], torch.tensor(grid, dtype=torch.int64).reshape(-1, 3)
+    got = outcome(lambda: tower(pixels, grid_thw=given))
+    assert got == outcome(lambda: type(tower).__mro__[1].forward(tower, pixels, given))
+    assert handle_of(tower).stats()["original"] == {"engine": 1}
 
 
 @pytest.mark.parametrize("release", ("0.5.20", "0.6.0", "1.0rc1"))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import einops
 import numpy as np
 import pytest
 import torch
@@ -28,10 +29,10 @@ def outcome(config: Any, call: Callable[[], torch.Tensor]) -> Any:
             return type(error), str(error)
 
 
-def both(served: Any, grid: Any) -> tuple[Any, Any]:
-    """The fused tower's and vLLM's own."""
+def both(served: Any, grid: Any, rows: int | None = None) -> tuple[Any, Any]:
+    """The fused tower's and vLLM's own, of all pixels or the first `rows`."""
     config, tower, _ = served
-    pixels = pixels_of_tower(tower)
+    pixels = pixels_of_tower(tower)[:rows]
     own = type(tower).__mro__[1].forward
     return outcome(config, lambda: tower(pixels, grid)), outcome(config, lambda: own(tower, pixels, grid))
 
@@ -85,3 +86,21 @@ def test_grids_that_are_vllms_to_judge(served: Any, name: str) -> None:
     after = handle.stats()
     assert after["original"]["engine"] == before["original"].get("engine", 0) + 1 and after["details"]["engine"]
     assert after["calls"] == before["calls"] + 1 and after["fused"] == before["fused"]
+
+
+@pytest.mark.parametrize("grid", ([], [(0, 4, 4)], GRID), ids=str)
+def test_calls_without_patches_are_vllms_to_judge(served: Any, grid: Any) -> None:
+    handle = served[2]
+    before = handle.stats()["original"].get("engine", 0)
+    got, want = both(served, torch.tensor(grid, dtype=torch.int64).reshape(-1, 3), 0)
+    assert got == want and handle.stats()["original"]["engine"] == before + 1
+
+
+def test_a_function_of_another_package_that_is_replaced_is_called(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, theirs = served[2], einops.rearrange
+    before = both(served, torch.tensor(GRID))[0]
+    monkeypatch.setattr(einops, "rearrange", lambda x, *given, **sizes: 1.5 * theirs(x, *given, **sizes))
+    fused = handle.stats()["fused"]
+    got, want = both(served, torch.tensor(GRID))
+    assert torch.equal(got, want) and not close(got, before)
+    assert handle.stats()["fused"] == fused and "einops.rearrange" in str(handle.reason())

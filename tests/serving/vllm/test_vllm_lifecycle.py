@@ -115,6 +115,19 @@ def test_metadata_of_its_graphs_passes_through(served: Any) -> None:
     assert original(handle)["engine"] == counted + 1 and "encoder_metadata" in handle.stats()["details"]["engine"]
 
 
+@pytest.mark.parametrize("architecture", [QWEN, "Qwen2_5_VLForConditionalGeneration", GEMMA])
+def test_a_hook_that_comes_and_goes_leaves_prepared_weights(architecture: str) -> None:
+    config, model = load(architecture)
+    handle, (*_, last) = fusedvit.fuse(model), tower_of(model).modules()
+    before = embed(config, model, GRID)
+    for _ in range(2):
+        hook = last.register_forward_hook(lambda *_: None)
+        assert close(embed(config, model, GRID), before)
+        hook.remove()
+        assert torch.equal(embed(config, model, GRID), before)
+    assert handle.stats()["refreshes"] == 1 and original(handle).keys() == {"hooks"}
+
+
 @every_kind
 def test_reload(served: Any, own: Any) -> None:
     config, model, handle = served

@@ -27,7 +27,9 @@ def other(
     return 1.5 * torch.nn.functional.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-CHOSEN = SimpleNamespace(provider="native", impl_fn=other, func_impl_fn=other)
+CHOSEN = SimpleNamespace(
+    provider="native", impl_fn=other, func_impl_fn=other, supported=True, supports_args=lambda *_: True
+)
 
 
 def prefer(patch: pytest.MonkeyPatch) -> None:
@@ -60,6 +62,20 @@ def test_other_implementations_are_noticed(change: str, served: Any, monkeypatch
         CHANGES[change](patch)
         assert not close(embed(config, model, GRID), before)
         assert handle.stats()["fused"] == fused and "vllm.ir.op" in str(handle.reason())
+    assert close(embed(config, model, GRID), before) and handle.stats()["fused"] == fused + 1
+
+
+def test_another_implementation_in_the_same_list_is_noticed(served: Any) -> None:
+    config, model = served
+    handle = fusedvit.fuse(model)
+    before, fused = embed(config, model, GRID), handle.stats()["fused"]
+    preferred = ir.ops.rms_norm._priority_impls
+    preferred.insert(0, CHOSEN)
+    try:
+        assert not close(embed(config, model, GRID), before)
+        assert handle.stats()["fused"] == fused and "'native' of vllm.ir.ops.rms_norm" in str(handle.reason())
+    finally:
+        preferred.remove(CHOSEN)
     assert close(embed(config, model, GRID), before) and handle.stats()["fused"] == fused + 1
 
 
