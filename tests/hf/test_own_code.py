@@ -340,7 +340,35 @@ def test_ways_to_replace_code(name: str, when: str) -> None:
     assert handle.stats()["fused"] == 1 + (when == "after a call"), handle.stats()["details"]
 
 
+def test_on_a_gpu_calls_notice_when_what_prepares_weights_is_back() -> None:
+    """The meta device stands in for the GPU: no slot of the operations of a CPU is compared there otherwise."""
+    tower, slot = tiny_tower().to("meta"), (nn.Parameter, "copy_")
+    assert slot not in own_code(Plain.of(tower)).slots
+    with mock.patch.object(torch.Tensor, "copy_", _doubled(torch.Tensor.copy_)):
+        found = own_code(Plain.of(tower))
+    assert found.foreign.startswith("torch.Tensor.copy_ is ") and slot in found.slots
+
+
 WINDOWED = "Qwen2_5_VisionTransformerPretrainedModel"
+
+
+@WHEN
+def test_a_method_of_parameters_alone(when: str) -> None:
+    """The norms of this tower multiply their weights."""
+    tower = family_tower(WINDOWED)
+    call, original = Call.of(tower, GRID), copy.deepcopy(tower)
+
+    def replace() -> contextlib.AbstractContextManager[Any]:
+        return mock.patch.object(nn.Parameter, "__mul__", _doubled(torch.mul), create=True)
+
+    with replace():
+        expected = call.run(original)
+    ours, handle = answer_when(tower, when, replace(), call)
+    assert_bitwise(ours, expected)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+    assert handle.stats()["details"][fallback.FOREIGN_CODE].startswith("torch.nn.Parameter.__mul__ is ")
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 1 + (when == "after a call"), handle.stats()["details"]
 
 
 @WHEN
