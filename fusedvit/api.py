@@ -150,14 +150,7 @@ def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
 
 
 def _fuse(tower: nn.Module, config: FuseConfig, processor: Any) -> FusedEncoder:
-    original = own_class(type(tower))
-    family = family_of(original.__name__)
-    if family is None:
-        raise UnsupportedModel(f"{name_of(original)} cannot be fused: {derived(original)}")
-    try:
-        spec = family.spec_from_config(tower.config)
-    except (TypeError, ValueError) as error:
-        raise UnsupportedModel(f"{original.__name__} cannot be fused: {unnamed(error)}") from error
+    original, (family, spec) = own_class(type(tower)), family_and_spec(tower)
     handle, fused = FusedEncoder(tower, family, spec, config), _fused_class(original)
     try:
         tower.__dict__[HANDLE] = handle
@@ -171,6 +164,18 @@ def _fuse(tower: nn.Module, config: FuseConfig, processor: Any) -> FusedEncoder:
         unfuse(tower)
         raise
     return handle
+
+
+def family_and_spec(tower: nn.Module) -> tuple[Family, VisionSpec]:
+    """The family of Hugging Face's `tower`, and what its config says. Raises UnsupportedModel if it cannot be fused."""
+    original = own_class(type(tower))
+    family = family_of(original.__name__)
+    if family is None:
+        raise UnsupportedModel(f"{name_of(original)} cannot be fused: {derived(original)}")
+    try:
+        return family, family.spec_from_config(tower.config)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{original.__name__} cannot be fused: {unnamed(error)}") from error
 
 
 @takes_config

@@ -45,7 +45,7 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
     "spatial_merge_size": lambda spec: spec.merge_size,
     "num_grid_per_side": lambda spec: spec.position_side,
 }
-_GELU = ("GELU", "none")
+_GELU = (("GELU",), "none")
 _SCALES = ("scale", "scaling")  # attributes of modules that compute attention, and of those around them
 _HEAD_SIZES = ("head_size", "head_dim", "hidden_size_per_attention_head")
 _WINDOW, _FULL_ATTENTION = "window_size", "fullatt_block_indexes"
@@ -249,9 +249,10 @@ def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) 
         if path not in found:
             return f"module {path} is missing"
         module = found[path]
-        if path and (type(module) is not cls or path in own_forward):
-            own = "a forward of its own" if path in own_forward else name_of(type(module))
-            return _differs(path, own, name_of(cls))
+        if path in own_forward:
+            return f"{path} has a forward of its own, expected that of {name_of(cls)}"
+        if path and type(module) is not cls:
+            return _differs(path, name_of(type(module)), name_of(cls))
         if tuple(module._modules) != built.children[path] and isinstance(module, nn.ModuleList | nn.Sequential):
             return _differs(f"what {path} holds", list(module._modules), list(built.children[path]))
         wrong = _wrong_registries(path, module, built)
@@ -290,17 +291,17 @@ def _fused_patch_embed(found: Mapping[str, nn.Module], own_forward: Collection[s
 
 
 def _wrong_activations(found: Mapping[str, nn.Module], family: Family, spec: VisionSpec) -> str:
-    for path, (name, approximate) in _activation_paths(family, spec).items():
+    for path, (names, approximate) in _activation_paths(family, spec).items():
         cls = type(found.get(path))
-        if cls.__name__ != name or not cls.__module__.startswith(("torch.nn.", *family.engine.packages)):
-            return _differs(path, name_of(cls), name)
+        if cls.__name__ not in names or not cls.__module__.startswith(("torch.nn.", *family.engine.packages)):
+            return _differs(path, name_of(cls), " or ".join(names))
         if approximate is not None and getattr(found[path], "approximate", None) != approximate:
             return _differs(f"{path}.approximate", getattr(found[path], "approximate", "missing"), approximate)
     return ""
 
 
-def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, tuple[str, str | None]]:
-    """Path of each activation module -> its class name, and its `approximate` if it is torch's GELU."""
+def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, tuple[tuple[str, ...], str | None]]:
+    """Path of each activation module -> names of its classes, and its `approximate` if it is torch's GELU."""
     names, activations = family.names, family.engine.activations
     paths = {names.act.format(i): activations[spec.activation] for i in range(spec.depth)}
     if isinstance(names.merger, DownsampleNames):

@@ -28,6 +28,7 @@ from fusedvit.checks.source_code import UnreadSource
 from fusedvit.errors import BEYOND_FP16, Reason, attempted, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
+from fusedvit.model.digest import has_memory
 from fusedvit.model.fp16_range import BeyondFp16, Products
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.param_names import buffer_shapes
@@ -235,7 +236,7 @@ def _offloaded(plain: Plain) -> str:
 
 
 def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | None:
-    freed = _first(parameters, lambda p: type(p) is nn.Parameter and _is_freed(p))
+    freed = _first(parameters, lambda p: type(p) is nn.Parameter and not has_memory(p))
     if freed:
         return Reason(fallback.FREED, freed)
     first, parameter = next(iter(parameters.items()))
@@ -252,10 +253,6 @@ def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | No
         return Reason(fallback.UNSUPPORTED_DTYPE, str(dtype))
     sparse = _first(parameters, lambda p: bool(not_dense(p)))
     return Reason(fallback.MODIFIED, f"{sparse} is {not_dense(parameters[sparse])}") if sparse else None
-
-
-def _is_freed(p: torch.Tensor) -> bool:
-    return p.numel() > 0 and p.untyped_storage().nbytes() == 0
 
 
 def _first(parameters: Mapping[str, torch.Tensor], wanted: Callable[[torch.Tensor], bool]) -> str:

@@ -259,24 +259,48 @@ class Bodies:
 
     Reading one of these raises an audit event (`sys.audit`), 0.5 us where somebody listens. The garbage collector's
     list of what functions refer to, these among it, is one event for all. Where the list differs, as by annotations
-    that somebody reads, code and defaults are read.
+    that somebody reads, code and defaults are read. Defaults are compared by identity, as 1 equals True; and so is what
+    dictionaries of keyword defaults hold, as a function keeps its dictionary when somebody writes to it.
     """
 
     def __init__(self, functions: tuple[FunctionType, ...]) -> None:
         self._functions = functions
-        self._bodies = list(map(_body_of, functions))
-        self._referents = gc.get_referents(*functions)
-        there = {*map(id, self._referents)}
-        self._listed = all(id(part) in there for body in self._bodies for part in body if part is not None)
+        referents, bodies = gc.get_referents(*functions), list(map(_body_of, functions))
+        self._note(referents, bodies, list(map(_key_of, bodies)))
+
+    def _note(self, referents: list[Any], bodies: list[Any], keys: list[Any]) -> None:
+        self._referents, self._bodies, self._keys = referents, bodies, keys  # a key may hold the `id` of a default
+        there = {*map(id, referents)}
+        self._listed = all(id(part) in there for body in bodies for part in body if part is not None)
+        defaults = {id(part) for _, *parts in bodies for part in parts if part is not None}
+        self._at = [i for i, part in enumerate(referents) if id(part) in defaults]
+        self._defaults = list(map(referents.__getitem__, self._at))
+        self._named = [part for part in self._defaults if isinstance(part, dict)]
+        self._held = gc.get_referents(*self._named)
 
     def unchanged(self) -> bool:
         referents = gc.get_referents(*self._functions)
-        if self._listed and referents == self._referents:
+        if self._listed and referents == self._referents and self._have_defaults(referents):
             return True
-        if list(map(_body_of, self._functions)) != self._bodies:
+        bodies = list(map(_body_of, self._functions))
+        keys = list(map(_key_of, bodies))
+        if keys != self._keys:
             return False
-        self._referents = referents
+        self._note(referents, bodies, keys)
         return True
+
+    def _have_defaults(self, referents: list[Any]) -> bool:
+        held = gc.get_referents(*self._named)
+        return (
+            all(map(is_, map(referents.__getitem__, self._at), self._defaults))
+            and len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+        )
+
+
+def _key_of(body: tuple[Any, Any, Any]) -> tuple[Any, object, object]:
+    code, defaults, named = body
+    return code, content_of(defaults), content_of(named)
 
 
 class Layouts:

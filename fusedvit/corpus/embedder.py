@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusedvit.api import fuse, unfuse
+from fusedvit.api import family_and_spec, fuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig, takes_config
 from fusedvit.cores import available_cores
@@ -396,15 +396,9 @@ def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Fused
     its options stay as they were; a `processor` of None is not checked."""
     if processor is not None:
         frames_of(processor)  # raises if it cannot return bytes
-    tower = find_tower(model)
-    before = type(tower)
-    try:
-        check_fits(processor, fuse(model).spec)
-        return fuse(model, FuseConfig(compile="now") if config is None else config)
-    except BaseException:
-        if type(tower) is not before:
-            unfuse(tower)
-        raise
+    _, spec = family_and_spec(find_tower(model))
+    check_fits(processor, spec)
+    return fuse(model, FuseConfig(compile="now") if config is None else config)
 
 
 def _rows_of(found: Any, count: int) -> list[torch.Tensor]:

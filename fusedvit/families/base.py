@@ -11,8 +11,11 @@ from fusedvit.model.param_names import MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import TensorSource
 
-GELUS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
-GATED = {"silu": "swiglu"}
+GELUS = {
+    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"},
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"),  # the same function in other operations
+}
+GATED = {"silu": "swiglu", "swish": "swiglu"}
 # transformers' fusion_config={"patch_embeddings": True} replaces the patch embedding's convolution by a linear layer
 LINEAR_PATCH_EMBED = {f"patch_embed.linear_proj.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
 

@@ -32,7 +32,7 @@ class Engine:
         towers: prefixes of the modules that define tower classes.
         packages: prefixes of the modules, apart from torch's, whose sources define what a tower runs.
         decorators: prefixes of modules whose decorators do not change what a function or class computes.
-        activations: `VisionSpec.activation` -> class name, and its `approximate` if it is torch's GELU.
+        activations: `VisionSpec.activation` -> names of its classes, and its `approximate` if it is torch's GELU.
         libraries: prefixes of modules whose functions are trusted if the module's source defines them.
         renamed: name under which the code calls a function -> its name in its source, where they differ.
         values: attribute -> the value that it must have in any module that has the attribute.
@@ -47,7 +47,7 @@ class Engine:
     towers: tuple[str, ...]
     packages: tuple[str, ...]
     decorators: tuple[str, ...]
-    activations: Mapping[str, tuple[str, str | None]]
+    activations: Mapping[str, tuple[tuple[str, ...], str | None]]
     libraries: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
@@ -64,11 +64,11 @@ HUGGING_FACE = Engine(
     packages=("transformers.",),
     decorators=("transformers.", "torch.utils._contextlib"),
     activations={
-        "gelu_tanh": ("GELUTanh", None),
-        "gelu": ("GELUActivation", None),
-        "quick_gelu": ("QuickGELUActivation", None),
-        "swiglu": ("SiLUActivation", None),
-        "geglu_tanh": ("GELUTanh", None),
+        "gelu_tanh": (("GELUTanh", "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"), None),
+        "gelu": (("GELUActivation",), None),
+        "quick_gelu": (("QuickGELUActivation",), None),
+        "swiglu": (("SiLUActivation", "SiLU"), None),
+        "geglu_tanh": (("GELUTanh",), None),
     },
     buffers={"inv_freq": rope_frequencies},
 )

@@ -15,6 +15,11 @@ GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed word
 MIXING = ((33, -49064778989728563), (33, -4265267296055464877))  # shifts and factors of MurmurHash3
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` may be read: sharding frees memory, and a wrapper around other tensors has none."""
+    return not tensor.numel() or (tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0)
+
+
 def digest_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """64 bits for each chunk of `tensors`, which must be dense, on one device, with elements of 2 bytes or more.
 

@@ -23,7 +23,6 @@ from fusedvit.outputs.gradients import with_gradients
 from fusedvit.outputs.unread import CannotRead, Hidden, Source, UnreadStates
 
 HIDDEN_STATES = "hidden_states"
-_PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed: its `UnreadStates`
 # Packages that read every field of a record to search or copy it: they get hidden states that are still unread.
 _WALKING = ("torch.distributed", "torch.nn.parallel", "dataclasses", "accelerate", "deepspeed")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -216,9 +215,8 @@ def with_lazy_hidden_states(record: Any, hidden: HiddenStates) -> Any:
 
 
 def _become_lazy(record: Any, unread: UnreadStates) -> Any:
-    record.__dict__.pop(HIDDEN_STATES, None)
     OrderedDict.__setitem__(record, HIDDEN_STATES, None)  # its position among the keys
-    record.__dict__[_PENDING] = unread
+    record.__dict__[HIDDEN_STATES] = unread
     plain: Any = type(record)
     object.__setattr__(record, "__class__", _lazy_class(plain))
     return record
@@ -265,7 +263,7 @@ class _Incomplete:
         record: Any = self
         if torch.compiler.is_dynamo_compiling():
             return self._fusedvit_uncompiled(_completed, record)
-        pending: UnreadStates | None = record.__dict__.get(_PENDING)
+        pending = _pending(record)
         known = {name: dict.__getitem__(record, name) for name in OrderedDict.keys(record)}
         if pending is not None:
             known[HIDDEN_STATES] = pending if pending.unread() else _complete(record).hidden_states
@@ -320,16 +318,22 @@ for _name in ("copy", "popitem", "__reduce__", "__reduce_ex__", "__eq__", "__ne_
     setattr(_Incomplete, _name, _completing(_name))
 
 
+def _pending(record: Any) -> UnreadStates | None:
+    """What stands in the `__dict__` of an incomplete record for its hidden states; None once it is complete."""
+    found = record.__dict__.get(HIDDEN_STATES)
+    return found if isinstance(found, UnreadStates) else None
+
+
 def _complete(record: Any) -> Any:
     """Computes the hidden states of `record`, which becomes a plain record, and returns it.
 
     Raises:
         CannotRead: the hidden states cannot be computed any more.
     """
-    pending: UnreadStates | None = record.__dict__.get(_PENDING)
+    pending = _pending(record)
     if pending is not None:
         hidden = pending.read()
-        if _PENDING in record.__dict__:  # otherwise another thread has replaced them meanwhile
+        if _pending(record) is not None:  # otherwise another thread has replaced them meanwhile
             record[HIDDEN_STATES] = hidden
     return record
 
@@ -344,7 +348,7 @@ def _read(record: Any) -> Any:
     """The hidden states of `record`; left unread if the reader is one of `_WALKING`."""
     if torch.compiler.is_dynamo_compiling():
         return record._fusedvit_uncompiled(_completed, record)[HIDDEN_STATES]
-    pending = record.__dict__.get(_PENDING)
+    pending = _pending(record)
     if pending is not None and pending.unread() and _reader().startswith(_WALKING):
         return pending
     return dict.__getitem__(_complete(record), HIDDEN_STATES)
@@ -368,18 +372,15 @@ def _replaced(record: Any, value: Any) -> None:
 def _replace(record: Any, value: Any) -> None:
     """Sets the hidden states to `value`. If `value` is unread, perhaps converted, the record stays incomplete."""
     if isinstance(value, UnreadStates) and value.unread():
-        record.__dict__[_PENDING] = value
-    else:
-        OrderedDict.__setitem__(record, HIDDEN_STATES, value)
         record.__dict__[HIDDEN_STATES] = value
-        _become_plain(record)
+    else:  # the class before the attribute, as an interrupt may arrive in between
+        OrderedDict.__setitem__(record, HIDDEN_STATES, value)
+        _become_plain(record).__dict__[HIDDEN_STATES] = value
 
 
 def _become_plain(record: Any) -> Any:
-    """Gives a record Hugging Face's own class. The class is set first, as an interrupt may arrive in between: an
-    incomplete record that has lost its `_PENDING` entry could never be completed."""
+    """Gives a record Hugging Face's own class."""
     object.__setattr__(record, "__class__", record._fusedvit_plain)
-    record.__dict__.pop(_PENDING, None)
     return record
 
 

@@ -47,8 +47,9 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
 
     Args:
         processor: one of Hugging Face's processors, or an image or video processor itself.
-        device: where patches are computed if a call has no `device=`; None means the current GPU, or the CPU if there
-            is none. DataLoader workers and other processes compute on the CPU.
+        device: where patches are computed if a call has no `device=`. None means the device that this process gave
+            before, else the current GPU, or the CPU if there is none. DataLoader workers and other processes compute on
+            the CPU.
 
     Returns:
         `processor`.
@@ -68,8 +69,10 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
         logger.warning("fusedvit: left as it is, giving floats: %s", reason)
     for name in parts.keys() - reasons.keys():
         part = parts[name]
+        before: Home | None = part.__dict__.get(STATE)
+        known = before.device if before is not None and before.process == home.process else None
         part.__class__ = classes_of(_original_of(part)).swapped
-        part.__dict__[STATE] = replace(home, ours=found[name][1])
+        part.__dict__[STATE] = replace(home, device=home.device or known, ours=found[name][1])
     return processor
 
 

@@ -13,7 +13,7 @@ import torch
 from fusedvit.graphs.capture import CurrentStream
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS
-from fusedvit.model.digest import digest_of
+from fusedvit.model.digest import digest_of, has_memory
 from fusedvit.model.ops import Ops, ops_for
 
 SMALLEST_SLOT = 64  # items
@@ -205,7 +205,7 @@ class ContentCheck:
         parameters, expected = self.parameters, self.expected[: len(self.parameters)]
 
         def hold() -> bool:
-            if not all(p.untyped_storage().nbytes() for p in parameters if p.numel()):
+            if not all(map(has_memory, parameters)):
                 return False
             sources = FingerprintSources.of(parameters)
             found = torch.empty_like(expected, device=sources.pointers.device)
@@ -249,4 +249,4 @@ class ContentCheck:
 def _is_like(now: torch.Tensor, then: torch.Tensor) -> bool:
     """Whether a parameter that has moved could still hold its content: in the same layout, and not freed."""
     alike = (now.shape, now.stride(), now.dtype, now.device) == (then.shape, then.stride(), then.dtype, then.device)
-    return alike and (not now.numel() or now.untyped_storage().nbytes() > 0)
+    return alike and has_memory(now)

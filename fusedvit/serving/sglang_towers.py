@@ -38,10 +38,10 @@ SGLANG = Engine(
         "torch.utils._contextlib",
     ),
     activations={
-        "gelu_tanh": ("GELUTanh", None),
-        "gelu": ("GELUActivation", None),
-        "quick_gelu": ("QuickGELUActivation", None),
-        "swiglu": ("SiluAndMul", None),
+        "gelu_tanh": (("GELUTanh",), None),
+        "gelu": (("GELUActivation",), None),
+        "quick_gelu": (("QuickGELUActivation",), None),
+        "swiglu": (("SiluAndMul",), None),
     },
     values={
         **{"is_neox_style": True, "softmax_scale": None, "sinks": None, "dropout": 0.0, "disable_merger_proj": False},

@@ -17,10 +17,10 @@ VLLM = Engine(
     libraries=("einops.",),
     decorators=("vllm.compilation.decorators", "contextlib", "torch.utils._contextlib"),
     activations={
-        "gelu_tanh": ("GELU", "tanh"),
-        "gelu": ("GELU", None),  # vLLM's own class
-        "quick_gelu": ("QuickGELU", None),
-        "swiglu": ("SiluAndMul", None),
+        "gelu_tanh": (("GELU",), "tanh"),
+        "gelu": (("GELU",), None),  # vLLM's own class
+        "quick_gelu": (("QuickGELU",), None),
+        "swiglu": (("SiluAndMul",), None),
     },
     values={"fp8_enabled": False, "tp_size": 1, "is_neox_style": True, "pass_weight": True, **PLAIN_LAYERS},
     objects={"quant_method": frozenset({"vllm.model_executor.layers.linear.UnquantizedLinearMethod"})},

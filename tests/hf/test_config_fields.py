@@ -107,6 +107,14 @@ def test_a_limit_of_zero_is_a_limit() -> None:
     ran_fused(handle, calls=1)
 
 
+@pytest.mark.parametrize("name", (WINDOWED, pytest.param("Glm4vVisionModel", marks=pytest.mark.slow)))
+def test_another_name_of_silu(name: str) -> None:
+    plain, tower = (family_tower(name, hidden_act="swish") for _ in range(2))
+    handle, call = fusedvit.fuse(tower), Call.of(plain, GRID)
+    assert_same(call.run(tower), call.run(plain))
+    ran_fused(handle, calls=1)
+
+
 @pytest.mark.parametrize("window", (15, 24, 31, 33))
 def test_a_window_is_rounded_down_to_merged_tokens(window: int) -> None:
     """A merged token has 8 pixels a side."""

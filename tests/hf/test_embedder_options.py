@@ -1,5 +1,6 @@
 """What `Embedder` refuses when it is built, and what it takes as a batch or as sources."""
 
+import functools
 import importlib
 import io
 import pickle
@@ -20,6 +21,7 @@ import pyarrow.parquet  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit.checkpoint import load_tower  # noqa: E402
+from fusedvit.checks import fallback  # noqa: E402
 from fusedvit.corpus import inputs, loading, shards  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
@@ -58,6 +60,13 @@ def test_options_are_checked_when_it_is_built(
 ) -> None:
     with pytest.raises(error, match=f"fusedvit: .*{said}"):
         fusedvit.Embedder(checkpoint, **options)
+
+
+def test_a_forward_of_the_towers_own_is_told_of_once(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tower = load_tower(str(checkpoint), torch.device("cpu"), torch.float32)
+    tower.forward = functools.partial(type(tower).forward, tower)
+    fusedvit.Embedder(tower, tiny_processor())
+    assert [fallback.BYPASSED in r.getMessage() for r in caplog.records if r.name == "fusedvit"] == [True]
 
 
 def test_its_handle_and_its_repr(checkpoint: Path) -> None:

@@ -14,6 +14,7 @@ import fusedvit
 from fusedvit import api
 from fusedvit.pixels import swap
 from fusedvit.pixels.byte_pixels import BytePixels
+from fusedvit.pixels.byte_processors import STATE
 from fusedvit.pixels.processors import normalizations_of
 from tests.support.processors import image_processor, noise, video_processor, whole_processor
 from tests.support.towers import IMAGE, VIDEO, VISION_END, VISION_START, copy_of, tiny_model
@@ -110,6 +111,18 @@ def test_a_processor_of_other_patches_changes_nothing(processor: Any) -> None:
     with pytest.raises(ValueError, match="patches of"):
         fusedvit.fuse(model, processor=other)
     assert handle.state() == "fused" and type(other) is kinds[0]
+
+
+def test_fuse_keeps_the_device_that_swap_was_given(processor: Any) -> None:
+    model, part = tiny_model(), processor.image_processor
+    swap(processor, device="cpu")
+    fusedvit.fuse(model, processor=processor)
+    assert vars(part)[STATE].device == torch.device("cpu")
+    swap(processor, device="meta")
+    assert vars(part)[STATE].device == torch.device("meta")
+    vars(part)[STATE] = replace(vars(part)[STATE], process=-1)  # as if another process had swapped it
+    fusedvit.fuse(model, processor=processor)
+    assert vars(part)[STATE].device is None
 
 
 @pytest.mark.parametrize("by", ["another tower", "the same tower", "swap"])

@@ -91,6 +91,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "getattr": lambda r: getattr(r, HIDDEN, None),
     "pytree": lambda r: torch.utils._pytree.tree_map(lambda x: x, r).hidden_states,
     "leaves": lambda r: torch.utils._pytree.tree_leaves(r)[-4:],
+    "vars": lambda r: vars(r)[HIDDEN],
     "rebuilt": lambda r: type(r)(**r).hidden_states,
     "rebuilt from a dictionary": lambda r: type(r)(dict(r.items())).hidden_states,
 }
@@ -118,6 +119,7 @@ UNREAD: dict[str, Callable[[Any], Any]] = {
     "length": len,
     "in": lambda r: HIDDEN in r,
     "repr": repr,
+    "vars": vars,
     "other field assigned": lambda r: setattr(r, "pooler_output", (r.pooler_output,)),
     "other key assigned": lambda r: r.__setitem__("pooler_output", (r.pooler_output,)),
 }

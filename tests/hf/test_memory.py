@@ -187,10 +187,18 @@ def test_a_grid_read_with_parameters_that_moved() -> None:
     assert not found.unchanged and found.rows == grid.tolist()
 
 
+class Wrapper(torch.Tensor):
+    """A tensor without memory, as libraries that quantise wrap theirs."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *given: Any, **named: Any) -> Any:
+        raise NotImplementedError
+
+
 @each_of(INSTALLED)
 def test_freed_and_empty_parameters_are_left_to_the_original(name: str) -> None:
     """What it does with them is its own affair: ours reads nothing through them, and runs again when they are back."""
-    for freed in ("freed", "empty"):
+    for freed in ("freed", "empty", "wrapper"):
         tower = family_tower(name)
         call = Call.of(tower, SMALL)
         fusedvit.fuse(tower, STRICT)
@@ -199,8 +207,10 @@ def test_freed_and_empty_parameters_are_left_to_the_original(name: str) -> None:
         data, content, size = p.data, p.detach().clone(), p.untyped_storage().nbytes()
         if freed == "freed":
             p.untyped_storage().resize_(0)
-        else:
+        elif freed == "empty":
             p.data = torch.empty(0, dtype=p.dtype)
+        else:
+            p.data = torch.Tensor._make_wrapper_subclass(Wrapper, p.shape, dtype=p.dtype)
         for _ in range(2):
             with pytest.raises(RuntimeError, match=f"fusedvit: .*({fallback.FREED}|{fallback.MODIFIED})"):
                 call.run(tower)

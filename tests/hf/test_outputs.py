@@ -48,6 +48,7 @@ def test_head_sizes(size: int) -> None:
         {"temporal_patch_size": 1, "in_channels": 1, "patch_size": 5},  # rows of 25 values
         {"hidden_act": "gelu"},
         {"hidden_act": "quick_gelu"},
+        *({"hidden_act": name} for name in ("gelu_new", "gelu_fast", "gelu_accurate")),  # other names of the tanh GELU
         {"num_position_embeddings": 1},
     ],
     ids=str,

@@ -340,7 +340,35 @@ def test_ways_to_replace_code(name: str, when: str) -> None:
     assert handle.stats()["fused"] == 1 + (when == "after a call"), handle.stats()["details"]
 
 
+def test_on_a_gpu_calls_notice_when_what_prepares_weights_is_back() -> None:
+    """The meta device stands in for the GPU: no slot of the operations of a CPU is compared there otherwise."""
+    tower, slot = tiny_tower().to("meta"), (nn.Parameter, "copy_")
+    assert slot not in own_code(Plain.of(tower)).slots
+    with mock.patch.object(torch.Tensor, "copy_", _doubled(torch.Tensor.copy_)):
+        found = own_code(Plain.of(tower))
+    assert found.foreign.startswith("torch.Tensor.copy_ is ") and slot in found.slots
+
+
 WINDOWED = "Qwen2_5_VisionTransformerPretrainedModel"
+
+
+@WHEN
+def test_a_method_of_parameters_alone(when: str) -> None:
+    """The norms of this tower multiply their weights."""
+    tower = family_tower(WINDOWED)
+    call, original = Call.of(tower, GRID), copy.deepcopy(tower)
+
+    def replace() -> contextlib.AbstractContextManager[Any]:
+        return mock.patch.object(nn.Parameter, "__mul__", _doubled(torch.mul), create=True)
+
+    with replace():
+        expected = call.run(original)
+    ours, handle = answer_when(tower, when, replace(), call)
+    assert_bitwise(ours, expected)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+    assert handle.stats()["details"][fallback.FOREIGN_CODE].startswith("torch.nn.Parameter.__mul__ is ")
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 1 + (when == "after a call"), handle.stats()["details"]
 
 
 @WHEN
@@ -456,16 +484,19 @@ def test_the_attention_of_one_block() -> None:
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
 
 
-PAGED = pytest.param(
-    "paged|eager",
-    marks=pytest.mark.skipif(
-        hasattr(ALL_ATTENTION_FUNCTIONS.get("paged|eager"), "__wrapped__"),
-        reason="some releases wrap it in torch.compiler.disable, and the original code runs",
-    ),
-)
+PAGED = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name not in ALL_ATTENTION_FUNCTIONS or hasattr(ALL_ATTENTION_FUNCTIONS[name], "__wrapped__"),
+            reason="some releases have none, or wrap it in torch.compiler.disable, and the original code runs",
+        ),
+    )
+    for name in ("paged|eager", "paged|sdpa")
+]
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", PAGED])
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", *PAGED])
 def test_transformers_own_attention_functions_are_fused(name: str) -> None:
     """All of them compute what the fused encoder does; those that are not installed are only named here."""
     tower = tiny_tower()

@@ -133,12 +133,12 @@ def subclass_of_linear(tower: Tower) -> None:
     tower.blocks[1].attn.qkv.__class__ = Doubled
 
 
-@change(f"blocks.1.norm1 is a forward of its own, expected {_TORCH}.normalization.LayerNorm")
+@change(f"blocks.1.norm1 has a forward of its own, expected that of {_TORCH}.normalization.LayerNorm")
 def forward_of_a_norm(tower: Tower) -> None:
     tower.blocks[1].norm1.forward = lambda x: x
 
 
-@change(f"blocks.1.mlp is a forward of its own, expected {_QWEN3}.Qwen3VLVisionMLP")
+@change(f"blocks.1.mlp has a forward of its own, expected that of {_QWEN3}.Qwen3VLVisionMLP")
 def forward_of_an_mlp(tower: Tower) -> None:
     tower.blocks[1].mlp.forward = lambda x: x
 

@@ -126,7 +126,34 @@ def _change_keyword_defaults(f: FunctionType) -> None:
     f.__kwdefaults__ = {"z": 5}
 
 
-@pytest.mark.parametrize("change", [_change_code, _change_defaults, _change_keyword_defaults])
+def _default_of_another_type(f: FunctionType) -> None:
+    f.__defaults__ = (2.0,)
+
+
+def _keyword_default_of_another_type(f: FunctionType) -> None:
+    f.__kwdefaults__ = {"z": 3.0}
+
+
+def _write_a_keyword_default(f: FunctionType) -> None:
+    f.__kwdefaults__["z"] = 5  # type: ignore[index]
+
+
+def _drop_a_keyword_default(f: FunctionType) -> None:
+    f.__kwdefaults__.clear()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _change_code,
+        _change_defaults,
+        _change_keyword_defaults,
+        _default_of_another_type,
+        _keyword_default_of_another_type,
+        _write_a_keyword_default,
+        _drop_a_keyword_default,
+    ],
+)
 @pytest.mark.parametrize("listed", [True, False])
 def test_functions_that_change_in_place(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[FunctionType], None], listed: bool
@@ -140,6 +167,17 @@ def test_functions_that_change_in_place(
     change(function)
     assert not bodies.unchanged()
     assert not bodies.unchanged()
+
+
+def test_defaults_replaced_by_equal_ones_of_the_same_type_are_compared_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function = FunctionType(_double.__code__, globals(), "f", (float("2.5"),))
+    bodies = Bodies((function,))
+    function.__defaults__ = (float("2.5"),)
+    assert bodies.unchanged()
+    monkeypatch.setattr(recorded, "_body_of", lambda function: pytest.fail("the collector's list tells"))
+    assert bodies.unchanged()
 
 
 def test_functions_whose_annotations_are_read_are_compared_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ _ATTENTION: dict[str | None, Definition] = {
     "flash_attention_4": _FLASH,
     "flex_attention": Definition("transformers.integrations.flex_attention", "flex_attention_forward"),
     "paged|eager": Definition("transformers.integrations.eager_paged", "eager_paged_attention_forward"),
+    "paged|sdpa": Definition("transformers.integrations.sdpa_paged", "sdpa_attention_paged_forward"),  # until 5.20
 }
 # Repositories of flash attention that transformers takes where flash-attn is not installed. It registers its own
 # `flash_attention_forward` under their names, which may end in "@" and a revision.

@@ -61,10 +61,13 @@ class TorchNames:
             pending += self._follow_names_of(module, mentioned)
 
     def _follow_tensor(self, name: str) -> None:
-        if not hasattr(torch.Tensor, name):
-            self.found.note_absent(torch.Tensor, [name])
+        if not hasattr(torch.nn.Parameter, name):
+            for cls in (torch.nn.Parameter, torch.Tensor):
+                self.found.note_absent(cls, [name])
             return
-        self.found.note_slot(torch.Tensor, name)
+        self.found.note_slot(torch.nn.Parameter, name)  # which has none of these itself: those of tensors are found
+        if name in vars(torch.nn.Parameter):
+            self.found.note_foreign(f"torch.nn.Parameter.{name} is {describe(vars(torch.nn.Parameter)[name])}")
         value = vars(torch.Tensor).get(name)  # what C defines lies in a base class, and cannot be replaced
         if name in vars(torch.Tensor) and not _is_method_of_tensors(value, name):
             self.found.note_foreign(f"torch.Tensor.{name} is {describe(value)}")

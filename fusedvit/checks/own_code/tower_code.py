@@ -50,8 +50,10 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     found = walk.found
     walk.torch_names.follow_operators(o for f in found.functions.values() for o in operators_in(f.__code__))
     follow_ours(walk, tower)
-    ours = _fused_code(engine)  # on a GPU this code only prepares weights
-    slots = found.slots | ours.slots if next(tower.parameters()).device.type == "cpu" else found.slots
+    ours = _fused_code(engine)
+    on_cpu = next(tower.parameters()).device.type == "cpu"
+    # On a GPU this code only prepares weights: a call compares it where that was refused, to notice when it is back.
+    slots = found.slots | ours.slots if on_cpu or ours.foreign else found.slots
     hooks = accelerate_hooks.code_slots(plain)
     return OwnCode(
         found.foreign or layers.foreign or ours.foreign,
