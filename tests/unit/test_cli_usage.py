@@ -289,7 +289,7 @@ def test_media_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     wide = tmp_path / "wide.png"
     Image.fromarray(np.zeros((10, 2500, 3), dtype=np.uint8)).save(wide)
     cases = {tmp_path / "none.png": "none.png: no such file", tmp_path: "a folder", "https://host/a.png": "a URL"}
-    cases[wide] = "wide.png: Hugging Face's processor refuses it"
+    cases[wide] = f"{wide}: Hugging Face's processor refuses it"
     for given, said in cases.items():
         _refused(_run("demo", given, "--plot", tmp_path / "x.png"), said)
         _refused(_run("verify", "mine", given), said)
