@@ -361,7 +361,7 @@ def linear_jobs(name: str, rows: int, dtype: torch.dtype, device: torch.device) 
     plan = plan_for(spec, rows, dtype, Target.of(device))
     for task in tasks(spec, rows, dtype):
         if task.key.op == backends.LINEAR and supported(task):
-            own = rows // spec.merge_unit if task.name.startswith(MERGED) else rows
+            own = max(1, rows // spec.merge_unit) if task.name.startswith(MERGED) else rows
             width = getattr(plan, STATS_FROM[task.name]).block_n if task.name in STATS_FROM else STATS_WIDTH
             make = functools.partial(linear_case, task, spec, dtype, device, own, width)
             yield Job(name, task, f"{own} x {task.key.n} x {task.key.k}", make)

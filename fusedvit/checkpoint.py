@@ -109,7 +109,7 @@ def _is_file(path: Path) -> bool:
     """Whether `path` is a file. Raises InputError if the system cannot tell, as in a folder without permission."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in its name
         return False
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -195,7 +195,7 @@ def _shards_of(where: str) -> dict[str, str]:
         return _weight_map(json.loads(index.read_text(encoding="utf-8")))
     except OSError as error:
         raise _unreadable(index, error) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: {INDEX} is no index of weights: {first_line(error)}") from None
 
 

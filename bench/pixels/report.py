@@ -1,8 +1,8 @@
 """`fusedvit bench pixels`: its document, the document's tables, and a picture of the time of each stage."""
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,8 +77,8 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         console.print(f"[red]bar missed: {workload}[/]")
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Draws a bar of stages for each contender and workload."""
+def draw(found: Mapping[str, Any], suffix: str) -> bytes:
+    """A picture with a bar of stages for each contender and workload, as a file of this suffix, such as ".png"."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -99,5 +99,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     panels[0, 0].legend(fontsize=8)
     panels[-1, 0].set_xlabel("ms")
     figure.tight_layout()
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=suffix.lower()[1:])
     pyplot.close(figure)
+    return drawn.getvalue()

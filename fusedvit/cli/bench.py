@@ -13,7 +13,7 @@ from fusedvit.bench.pixels import report as pixels
 from fusedvit.bench.pixels import table
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.bench.towers import MOST_USED, known
-from fusedvit.cli.console import Outcome, new_console, progress, refuse_unknown, write
+from fusedvit.cli.console import Outcome, new_console, progress, refuse_unknown, write, write_file
 from fusedvit.errors import InputError
 from fusedvit.kernels import backends
 from fusedvit.kernels.tile_configs import note_failure
@@ -98,7 +98,7 @@ def _run_pixels(asked: Asked) -> Outcome:
         found = head | pixels.measure(options, device, step, functools.partial(_keep, head, asked.json))
     pixels.show(found, new_console())
     if asked.plot:
-        pixels.draw(found, asked.plot)
+        write_file(pixels.draw(found, asked.plot.suffix), asked.plot)
     return Outcome(found, pixels.passed(found))
 
 

@@ -63,7 +63,7 @@ def _tower_of(model: str) -> tuple[Family, VisionSpec]:
     family, config = tower_config(model)
     try:
         return family, family.spec_from_config(config)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise UnsupportedModel(f"{model}: {unnamed(error)}") from error
 
 

@@ -28,7 +28,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from fusedvit.errors import InputError
+from fusedvit.errors import InputError, of_folder
 
 Step = Callable[[str], None]
 CountedStep = Callable[[str, int, int], None]
@@ -204,8 +204,13 @@ def write(document: Any, path: str | Path) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
+    write_file(text.encode(), path)
+
+
+def write_file(content: bytes, path: str | Path) -> None:
+    """Write a file as `write` does. Raises InputError as there."""
     try:
-        _write_file(text, _target(path))
+        _replace_file(content, _target(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
@@ -220,7 +225,7 @@ def refuse_unwritable(path: str | Path, suffixes: tuple[str, ...] = ()) -> None:
         path = _target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # also where the working folder is gone
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be written ({of_folder(error)})") from None
     if path.is_dir():
         raise InputError(f"{path}: cannot be written (a folder)")
     if not (os.access(path, os.W_OK) if path.exists() else os.access(path.parent, os.W_OK | os.X_OK)):
@@ -234,19 +239,19 @@ def _target(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _write_file(text: str, path: Path) -> None:
+def _replace_file(content: bytes, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a pipe, a terminal
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
         return
     whole = path.with_name(f".{os.getpid()}.new")  # short: `path.name` may already have the longest length
     try:
-        whole.write_text(text, encoding="utf-8")
+        whole.write_bytes(content)
         whole.replace(path)
     except OSError as error:
         if error.errno not in _NOT_REPLACED or not path.is_file():
             raise
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     finally:
         with contextlib.suppress(OSError):
             whole.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import fusedvit
 from fusedvit.bench.timing import gpu_launches, latency, operators, peak_mib
 from fusedvit.checkpoint import load_tower
 from fusedvit.cli import demo_report, env, kernel_checks
-from fusedvit.cli.console import Outcome, Step, new_console, plain, progress, quiet
+from fusedvit.cli.console import Outcome, Step, new_console, plain, progress, quiet, write_file
 from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBatch, PackedCall
 from fusedvit.cli.media import VisionInput, load_all
 from fusedvit.cli.parity import REFERENCE, Towers, outputs_for, parity_of, prepared_for_towers, side_by_side
@@ -39,7 +39,7 @@ def run(
         files = load_all(media or [])
         found = collect(files, model, step)
         step("drawing the picture")
-        demo_report.draw(found, files, plot)
+        write_file(demo_report.draw(found, files, plot.suffix), plot)
     console = new_console()
     demo_report.show(found, console)
     console.out(f"picture: {plot}" + (f", document: {json}" if json else ""))

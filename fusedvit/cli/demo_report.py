@@ -1,9 +1,9 @@
 """The demo's results: as records, as tables for a terminal, and as one picture."""
 
 import functools
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -285,8 +285,8 @@ class _Tile:
         return min(max(width / height, 0.3), 4.0)
 
 
-def draw(demo: Demo, media: Sequence[Media], path: Path) -> None:
-    """Write a PNG (or what `path`'s suffix says) to `path`, making its folder."""
+def draw(demo: Demo, media: Sequence[Media], suffix: str) -> bytes:
+    """The picture as a file of this suffix, such as ".png"."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -310,9 +310,10 @@ def draw(demo: Demo, media: Sequence[Media], path: Path) -> None:
         cells = rows[1].subgridspec(1, len(panels), wspace=0.22)
         for i, panel in enumerate(panels):
             panel(figure.add_subplot(cells[i]))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=suffix.lower()[1:])
         plt.close(figure)
+    return drawn.getvalue()
 
 
 def _title(figure: Any, demo: Demo, height: float) -> None:

@@ -164,5 +164,5 @@ def image_of(source: Source, limits: Limits | None, index: int) -> Any:
     except MediaError as error:
         return error
     if media.kind == "video":
-        return MediaError(f"{media.name}: a video, and encode= takes images", index)
+        return MediaError(f"{media.shown}: a video, and encode= takes images", index)
     return Image.fromarray(media.frames[0])

@@ -89,6 +89,7 @@ class Media:
         index: the number of this source among those given.
         fps: the file's frame rate; None for images, and where the file does not state it.
         kept: the numbers of `frames` among the source's frames.
+        path: `name` with its folder, for messages; "" for arrays.
     """
 
     name: str
@@ -98,6 +99,12 @@ class Media:
     index: int = 0
     fps: float | None = None
     kept: tuple[int, ...] = (0,)
+    path: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Its name in messages."""
+        return self.path or self.name
 
 
 class NamedBytes(bytes):
@@ -247,7 +254,7 @@ def _load_one(source: Source, frames: Sampling, limits: Limits, index: int) -> M
     given = _opened(source, index)
     _check_limit(given.shown, "bytes", given.size, limits.max_bytes)
     if given.video is None:
-        return Media(given.name, "image", _decode_image(given, limits)[None], 1, index)
+        return Media(given.name, "image", _decode_image(given, limits)[None], 1, index, path=given.shown)
     if isinstance(frames, int) and frames < 1:
         raise MediaError(f"{given.shown}: at least 1 frame must be sampled, got {frames}")
     return _decode_video(given, frames, limits, index)
@@ -393,7 +400,7 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
             expected = f"{len(set(wanted))} frames of {facts.frames} that decode expected"
             raise MediaError(f"{given.shown}: damaged: {expected}, got {len(decoded)}")
     frames = np.ascontiguousarray(np.stack([decoded[i] for i in wanted]))
-    return Media(given.name, "video", frames, facts.frames, index, facts.fps, tuple(wanted))
+    return Media(given.name, "video", frames, facts.frames, index, facts.fps, tuple(wanted), given.shown)
 
 
 def _wanted(given: _Given, sampling: Sampling, facts: VideoFacts, limits: Limits) -> list[int]:

@@ -196,16 +196,16 @@ def _check_sides(media: Media, parts: _Parts) -> None:
     side = int(part.patch_size) * int(part.merge_size)
     if height % side or width % side:
         expected = f"multiples of {side} pixels expected, as the processor does not resize"
-        raise MediaError(f"{media.name}: {expected}, got {height} x {width}", media.index)
+        raise MediaError(f"{media.shown}: {expected}, got {height} x {width}", media.index)
 
 
 def _patches_of(media: Media, parts: _Parts) -> int:
     """How many patches an image gives; 0 for a video. Raises MediaError where the processor refuses it."""
     if media.kind == "video":
-        parts.check_video(f"{media.name}: ", media.index)
+        parts.check_video(f"{media.shown}: ", media.index)
         return 0
     if parts.image is None:
-        raise MediaError(f"{media.name}: an image, and no image processor gives bytes", media.index)
+        raise MediaError(f"{media.shown}: an image, and no image processor gives bytes", media.index)
     height, width = media.frames.shape[1:3]
     if not parts.image.do_resize:
         return (height // int(parts.image.patch_size)) * (width // int(parts.image.patch_size))
@@ -217,7 +217,7 @@ def _patches_of(media: Media, parts: _Parts) -> int:
 
 def refused(media: Media, error: ValueError) -> MediaError:
     """The error of a medium for which a Hugging Face processor has raised `error`."""
-    return MediaError(f"{media.name}: Hugging Face's processor refuses it: {first_line(error)}", media.index)
+    return MediaError(f"{media.shown}: Hugging Face's processor refuses it: {first_line(error)}", media.index)
 
 
 def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[Media]]:

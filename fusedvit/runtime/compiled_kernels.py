@@ -71,6 +71,9 @@ def fill(
 
     Args:
         step: called with (what, how many are done, of how many) after each compilation.
+
+    Raises:
+        OSError: the machine fails (a full disk, no compiler): the other kernels would fail too.
     """
     context = multiprocessing.get_context("fork")
     following, said = context.Value("i", 0), context.SimpleQueue()
@@ -88,21 +91,38 @@ def fill(
                 build_launcher(compilations[index]())
                 said.put("")
             except Exception as error:  # a compiler may raise anything, and must not stop the other kernels
-                said.put(named_line(error))
+                said.put(_of_machine(error, folder) or named_line(error))
 
     workers = [context.Process(target=work, daemon=True) for _ in range(min(processes, len(compilations)))]
     for worker in workers:
         worker.start()
     problems: list[str] = []
     for done in range(len(compilations)):
-        while said.empty() and any(worker.is_alive() for worker in workers):
-            time.sleep(POLL_SECONDS)
-        problems.append("a compiling process was killed" if said.empty() else said.get())
+        problems.append(_said_by(workers, said))
         step("compiled", done + 1, len(compilations))
     for worker in workers:
         worker.join()
     _prune(folder)
     return [problem for problem in problems if problem]
+
+
+def _of_machine(error: Exception, folder: Path) -> OSError | None:
+    """The error as one that can be pickled and names a file, if the system raised it."""
+    if not isinstance(error, OSError) or not error.errno:
+        return None
+    return OSError(error.errno, error.strerror, error.filename or str(folder))
+
+
+def _said_by(workers: Sequence[Any], said: Any) -> str:
+    """Waits for the next compilation and returns how it failed, or "". Raises the machine's OSError."""
+    while said.empty() and any(worker.is_alive() for worker in workers):
+        time.sleep(POLL_SECONDS)
+    found: str | OSError = "a compiling process was killed" if said.empty() else said.get()
+    if isinstance(found, str):
+        return found
+    for worker in workers:
+        worker.terminate()
+    raise found
 
 
 def end_with_parent() -> None:

@@ -29,9 +29,10 @@ from fusedvit.bench import workloads  # noqa: E402
 from fusedvit.bench.towers import random_weights_  # noqa: E402
 from fusedvit.cli import bench, console, demo, env, towers, verify  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
+from fusedvit.cli.console import write_file  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.cli.towers import TINY  # noqa: E402
-from fusedvit.errors import failed_import  # noqa: E402
+from fusedvit.errors import InputError, failed_import  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = CliRunner(env={"COLUMNS": "200"})
@@ -218,6 +219,10 @@ def test_an_index_whose_files_are_no_names(value: Any, qwen3: Path, tmp_path: Pa
         _run("verify", tmp_path, SAMPLE_IMAGE),
         f"the name of a file expected for lm_head.weight, got {json.dumps(value)}",
     )
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "a\0b")}))
+    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), "which the index names, is missing")
+    (tmp_path / checkpoint.INDEX).write_text("[" * 100_000)  # deeper than Python reads
+    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), "is no index of weights")
     (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": value}))
     said = "does not load" if value == {} else f"a weight_map of names to files expected, got {json.dumps(value)}"
     _refused(_run("verify", tmp_path, SAMPLE_IMAGE), said)
@@ -284,7 +289,7 @@ def test_media_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     wide = tmp_path / "wide.png"
     Image.fromarray(np.zeros((10, 2500, 3), dtype=np.uint8)).save(wide)
     cases = {tmp_path / "none.png": "none.png: no such file", tmp_path: "a folder", "https://host/a.png": "a URL"}
-    cases[wide] = "wide.png: Hugging Face's processor refuses it"
+    cases[wide] = f"{wide}: Hugging Face's processor refuses it"
     for given, said in cases.items():
         _refused(_run("demo", given, "--plot", tmp_path / "x.png"), said)
         _refused(_run("verify", "mine", given), said)
@@ -347,7 +352,7 @@ def test_a_document_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--plot", "--json"])
 def test_what_cannot_be_written_is_refused_before_the_work(option: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    _refused(_run("demo", option, tmp_path / "file" / "x.png"), "cannot be written (")
+    _refused(_run("demo", option, tmp_path / "file" / "x.png"), "cannot be written (a folder expected, got a file)")
     _refused(_run("demo", option, tmp_path), "cannot be written (a folder)")
     if option == "--plot":
         _refused(_run("demo", option, tmp_path / "x.xyz"), "the suffix must be one of .png")
@@ -494,7 +499,7 @@ def test_a_document_of_a_long_name_or_behind_a_link(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "share").iterdir()] == ["found.json"]
 
 
-@pytest.mark.parametrize("step, number", [("replace", errno.EBUSY), ("write_text", errno.EACCES)])
+@pytest.mark.parametrize("step, number", [("replace", errno.EBUSY), ("write_bytes", errno.EACCES)])
 def test_a_document_that_may_be_written_and_not_replaced(
     step: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,6 +530,8 @@ def test_a_full_disk_leaves_the_older_document(tmp_path: Path, monkeypatch: pyte
     result = _run("env", "--json", path)
     assert result.exit_code == 2 and "cannot be written (No space left" in result.output
     assert path.read_text() == "older" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(InputError, match="env.json: cannot be written"):  # a picture too
+        write_file(b"drawn", path)
 
 
 def test_a_console_of_no_width_prints_all_the_same() -> None:

@@ -1,5 +1,6 @@
 """`fusedvit compile` and what it leaves: what fits a machine, where kernels are entered, what is refused."""
 
+import errno
 import json
 import logging
 import os
@@ -38,6 +39,16 @@ fill(Path(sys.argv[1]), [compiling] * 2, 2, lambda *told: None)
 
 def found(**other: Any) -> dict[str, Any]:
     return compiled_kernels.manifest("h100", H100, ["Qwen3-VL-8B"], "bf16", 90) | other
+
+
+@pytest.mark.parametrize("where", ["/there", None])
+def test_a_machine_that_fails_is_no_kernels_fault(where: str | None, tmp_path: Path) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), where)
+
+    with pytest.raises(OSError, match="No space left") as found:
+        compiled_kernels.fill(tmp_path, [full] * 3, 2, lambda *told: None)
+    assert found.value.filename == (where or str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +195,15 @@ def test_what_the_command_refuses(
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     result = CliRunner().invoke(app, ["compile", *arguments, "--out", str(tmp_path / "kernels")])
     assert result.exit_code == 2 and said in result.output
+
+
+def test_a_config_that_no_spec_can_be_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    vision = {"hidden_size": 144, "num_heads": 0}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": vision}))
+    arguments = ["--gpu", "h100", "--out", str(tmp_path / "kernels")]
+    result = CliRunner().invoke(app, ["compile", str(tmp_path), *arguments])
+    assert result.exit_code == 2 and "by zero" in result.output
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,13 @@ def test_real_towers_need_a_gpu() -> None:
     assert result.exit_code == 2 and "needs an NVIDIA GPU" in result.output
 
 
+def test_kernels_of_fewer_patches_than_a_token_has(tmp_path: Path) -> None:
+    arguments = ["bench", "kernels", "--tower", "tiny", "--rows", "3", "--json", str(tmp_path / "k.json")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    found = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["shape"].split()[0] for row in found} == {"1", "3"}
+
+
 def test_kernels_alone(tmp_path: Path) -> None:
     arguments = ["bench", "kernels", "--tower", "tiny", "--commit", "abc", "--json", str(tmp_path / "k.json")]
     result = CliRunner().invoke(app, arguments)
