@@ -113,7 +113,7 @@ def _document(path: Path) -> bytes:
     content = path.read_bytes()
     try:
         return json.dumps(json.loads(content), sort_keys=True).encode()
-    except ValueError:  # no JSON: loading the checkpoint raises the error
+    except (ValueError, RecursionError):  # no JSON: loading the checkpoint raises the error
         return content
 
 
@@ -145,5 +145,5 @@ def _bounds_in(head: bytes) -> list[tuple[int, int]] | None:
         described: dict[str, Any] = json.loads(head)
         found = [each["data_offsets"] for name, each in described.items() if name != "__metadata__"]
         return sorted((int(begin), int(end)) for begin, end in found)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -96,7 +96,7 @@ def check(out: Path, job: dict[str, Any], part: bool = False) -> None:
     """Raises InputError if the shards of a folder are of another job; `part`: only what `job` holds is compared."""
     try:
         known = json.loads((out / JOB).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{out}: cannot be used as output: {JOB}: {first_line(error)}") from None
     if not isinstance(known, dict):
         raise InputError(f"{out / JOB}: no job of `fusedvit embed`")

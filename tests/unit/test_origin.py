@@ -176,3 +176,11 @@ def test_folders_from_which_names_lead_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_documents_are_read_as_json(checkpoint: Path) -> None:
     assert json.loads(json.dumps(origin.checkpoint(str(checkpoint)))) == origin.checkpoint(str(checkpoint))
+
+
+def test_documents_deeper_than_python_reads(checkpoint: Path) -> None:
+    """Loading the checkpoint says what is wrong."""
+    deep = b"[" * 100_000
+    (checkpoint / "config.json").write_bytes(deep)
+    (checkpoint / WEIGHTS).write_bytes(len(deep).to_bytes(8, "little") + deep)
+    assert origin.checkpoint(str(checkpoint)) == origin.checkpoint(str(checkpoint))

@@ -362,6 +362,7 @@ def _die_while_writing(out: Path, number: int) -> None:
         (lambda out: out.write_text("a file"), "out: cannot be used as output: a folder expected, got a file"),
         (lambda out: out.symlink_to("/dev/null"), "out: cannot be used as output: a folder expected, got a file"),
         (lambda out: (out.mkdir(), (out / shards.JOB).write_text("{")), "cannot be used"),
+        (lambda out: (out.mkdir(), (out / shards.JOB).write_text("[" * 100_000)), "cannot be used"),
         (lambda out: (out.mkdir(), (out / shards.JOB).write_text("[]")), "no job of"),
         (lambda out: shards.start(out, JOB | {"shard_size": 4}), "shard_size was 4 and is 3"),
         (lambda out: shards.start(out, JOB | {"weights": "1a"}), "checkpoint's weights .* got others .digest 1a, now"),
