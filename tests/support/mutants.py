@@ -41,7 +41,8 @@ JOB, SHARDS = "fusedvit/corpus/job.py", "fusedvit/corpus/shards.py"
 CONSOLE, ENDING, EMBED, ON_RAY = (f"fusedvit/{n}.py" for n in ("cli/console", "cli/ending", "cli/embed", "serving/ray"))
 LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epilogue", "norms", "fingerprint"))
 REFERENCE, TABLE = "kernels/reference/linear.py", "kernels/tuning_table.py"
-MEDIA, FORMATS = "fusedvit/pixels/media.py", "fusedvit/pixels/formats.py"
+MEDIA, FORMATS, PROCESSORS = (f"fusedvit/pixels/{name}.py" for name in ("media", "formats", "processors"))
+COMPILED = "fusedvit/runtime/compiled_kernels.py"
 _UNCHANGED = "            and "  # a clause of `Snapshot.unchanged`
 
 
@@ -120,6 +121,9 @@ MUTANTS = (
     ),
     _clause("attention registries", "self.registries.unchanged()", "hf/own_code:entries"),
     _clause("bodies of functions", "self.bodies.unchanged()", "hf/own_code:ways"),
+    _without(
+        "defaults of another type", RECORDED, " and self._have_defaults(referents)", "unit/recorded:functions_that"
+    ),
     _without("defaults that change", RECORDED, ', "__defaults__"', "hf/own_code:ways"),
     Mutant("pre-hooks", RECORDED, ', "_forward_pre_hooks")', ",)", "hf/fallback:hooks"),
     Mutant("training mode", CHANGE, "for module in dropouts(tower))", "for module in ())", "hf/numbers:dropout"),
@@ -299,6 +303,13 @@ MUTANTS = (
     Mutant(
         "what stands before them", TORCHS, "sorted(names & vars(torch._VF).keys())", "()", "hf/own_code:what_stands"
     ),
+    _never(
+        "methods of parameters",
+        TORCHS,
+        "name in vars(torch.nn.Parameter)",
+        "hf/own_code:a_method_of_parameters",
+    ),
+    Mutant("what prepares weights on a GPU", CODE, "on_cpu or ours.foreign", "on_cpu", "hf/own_code:on_a_gpu"),
     Mutant("what PEFT's layers run", CODE, "found.foreign or layers.foreign", "found.foreign", "hf/adapters"),
     Mutant(
         "what accelerate's hooks run", ACCELERATE, "and _runs_accelerates(hook) ", "", "hf/accelerate:what_accelerates"
@@ -941,6 +952,8 @@ MUTANTS = (
         "kernels/tuning_table:a_table_that",
     ),
     _without("text that is interrupted", ENDING, '    exec("")', "unit/cli_ending:a_signal_that_interrupts"),
+    _without("devices of processors", PROCESSORS, " or known", "hf/fuse_processor:fuse_keeps"),
+    _without("machines that fail", COMPILED, "_of_machine(error, folder) or ", "unit/compiled_kernels:a_machine"),
     Mutant("videos of phones", MEDIA, "round(frame.rotation / 90)", "0", "unit/pixels/media:videos_are_turned"),
     Mutant("pictures of another's plugin", FORMATS, '{"MPO": "JPEG"}', "{}", "unit/pixels/media:whatever"),
 )
