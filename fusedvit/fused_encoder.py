@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from triton.runtime.cache import triton_key
 
 from fusedvit.checks import fallback, transforms
-from fusedvit.checks.as_built import Built
+from fusedvit.checks.as_built import Built, gathers_shards, wrong_once_gathered
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.checks.own_forward import bypass
 from fusedvit.config import FuseConfig, takes_config
@@ -351,6 +352,8 @@ class FusedEncoder:
         if found is not None:
             return found
         source = self._source()
+        if gathers_shards(self.tower):
+            return replace(source, wrong_parameters=wrong_once_gathered).reason()
         found = source.reason()
         return source.refusal() if found is None and not self.weights.host_unchanged() else found
 

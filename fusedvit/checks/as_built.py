@@ -38,6 +38,8 @@ from fusedvit.model.spec import VisionSpec
 
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 _FLATTENED = "{} is in a flat parameter of FSDP1, with or without use_orig_params; fully_shard leaves the tower fused"
+_SHARD, _SHARDED = "torch.distributed.tensor.DTensor", "torch.distributed.fsdp"  # a class; modules
+_IS_SHARD = f"{{}} is a shard ({_SHARD}); under fully_shard each call of the tower gathers it, as its unshard() does"
 _FUSED_PATCH_EMBED = "transformers.fusion_mapping"  # see Family.aliases
 # Attribute of the tower -> its value according to the spec.
 _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
@@ -168,6 +170,25 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
 
 def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
     """The first parameter that is missing, unexpected, or of another shape or class; "" for none."""
+    return _wrong_parameters(plain, family, spec, shards=False)
+
+
+def wrong_once_gathered(plain: Plain, family: Family, spec: VisionSpec) -> str:
+    """`wrong_parameters` for what a call will find if it gathers the tower's shards first."""
+    return _wrong_parameters(plain, family, spec, shards=True)
+
+
+def gathers_shards(tower: nn.Module) -> bool:
+    """Whether `tower` holds shards between calls, which each call gathers before its `forward` (`fully_shard`)."""
+    wraps = any(cls.__module__.startswith(_SHARDED) for cls in type(tower).__mro__)
+    return wraps and any(_is_shard(p) for p in tower.parameters())
+
+
+def _is_shard(parameter: object) -> bool:
+    return name_of(type(parameter)) == _SHARD
+
+
+def _wrong_parameters(plain: Plain, family: Family, spec: VisionSpec, shards: bool) -> str:
     found = {family.aliases.get(n, n): p for n, p in plain.parameters().items()}
     expected = dict(parameter_shapes(family.names, spec))
     table = f"{family.names.position}.weight"
@@ -178,21 +199,27 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
     if compiled:
         return compiled
     for name, shape in expected.items():
-        wrong = _wrong_parameter(name, found[name], shape, family) if name in found else _missing(plain, name)
+        wrong = _wrong_parameter(name, found[name], shape, family, shards) if name in found else _missing(plain, name)
         if wrong:
             return wrong
     left = found.keys() - expected.keys()
     return f"parameter {min(left)} is not expected" if left else ""
 
 
-def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], family: Family) -> str:
-    """What is wrong with an existing parameter; "" for nothing."""
+def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], family: Family, shards: bool) -> str:
+    """What is wrong with an existing parameter; "" for nothing.
+
+    Args:
+        shards: whether it may be a shard.
+    """
     if _is_flattened(found):
         return _FLATTENED.format(name)
     if nn.parameter.is_lazy(found):  # it has no shape yet
         return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
     if _flat(tuple(found.shape)) != shape:
         return _differs(f"the shape of {name}", tuple(found.shape), shape)
+    if _is_shard(found):
+        return "" if shards else _IS_SHARD.format(name)
     if type(found) is not nn.Parameter and not _is_engines(type(found), family.engine):
         return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
     return "" if found.layout is torch.strided else _differs(f"the layout of {name}", found.layout, torch.strided)

@@ -364,6 +364,41 @@ def test_a_sharded_tower(first: str, name: str, mesh: Any) -> None:
     assert_bitwise(call.run(tower), expected)
 
 
+def test_what_a_sharded_tower_says_between_calls(mesh: Any) -> None:
+    """It holds shards then, which each call gathers: what matters is whether that call will run fused."""
+    from torch.distributed.fsdp import fully_shard
+
+    tower: Any = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    fully_shard(tower, mesh=mesh, reshard_after_forward=True)
+    for _ in range(2):  # before the first call, and after it
+        assert handle.reason() is None and "original code:" not in handle.report()
+        call.run(tower)
+    with pytest.raises(RuntimeError, match="patch_embed.*is a shard.*unshard"):
+        handle.warmup()
+    hook = tower.blocks[0].mlp.register_forward_hook(lambda *_: None)
+    assert handle.reason().kind == fallback.HOOKS
+    hook.remove()
+    tower.blocks[0].mlp.forward = lambda x: x
+    assert "blocks.0.mlp has a forward of its own" in handle.reason().detail
+    del tower.blocks[0].mlp.forward
+    tower.unshard()
+    handle.warmup()
+    assert handle.reason() is None
+
+
+def test_shards_that_nothing_gathers(mesh: Any) -> None:
+    """As `distribute_tensor` leaves them."""
+    from torch.distributed.tensor import DTensor
+
+    tower: Any = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    weight = tower.blocks[0].mlp.linear_fc1
+    weight.weight = torch.nn.Parameter(DTensor.from_local(weight.weight.detach(), mesh), requires_grad=False)
+    assert "blocks.0.mlp.linear_fc1.weight is a shard" in handle.reason().detail
+
+
 @pytest.mark.parametrize("original", [True, False], ids=["use_orig_params", "flat"])
 def test_a_tower_that_fsdp1_flattens(original: bool, mesh: Any) -> None:
     """During calls views stand for parameters, between them the parameters themselves: for one reason."""
