@@ -448,6 +448,7 @@ MUTANTS = (
     ),
     _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/autocast:autocast"),
     Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/arguments:keywords"),
+    _never("shards between calls", ENCODER, "gathers_shards(self.tower)", "hf/handles:what_a_sharded"),
     _never("copies of a tower", ENCODER, "self._tower() is not tower", "hf/handles:a_copy hf/handles:rep"),
     Mutant(
         "classes of tensors",
