@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fusedvit.checks.find_tower import find_tower
-from fusedvit.errors import InputError, UnsupportedModel, first_line, named
+from fusedvit.errors import InputError, UnsupportedModel, first_line, from_json, named
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
 
@@ -192,10 +192,10 @@ def _shards_of(where: str) -> dict[str, str]:
     if index is None:
         return {}
     try:
-        return _weight_map(json.loads(index.read_text(encoding="utf-8")))
+        return _weight_map(from_json(index.read_text(encoding="utf-8")))
     except OSError as error:
         raise _unreadable(index, error) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{where}: {INDEX} is no index of weights: {first_line(error)}") from None
 
 

@@ -4,9 +4,10 @@ Wrong input to a call raises ValueError or TypeError instead.
 """
 
 import errno
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 
@@ -125,6 +126,18 @@ def named() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """The first paragraph of an error's message in one line of at most 300 characters, else the error's class."""
     return " ".join(str(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
+
+
+def from_json(text: str | bytes) -> Any:
+    """What `text` says, as `json.loads`, which raises RecursionError for some texts.
+
+    Raises:
+        ValueError: `text` is no JSON, or nested deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("no JSON: nested deeper than Python reads") from None
 
 
 def of_folder(error: OSError) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from triton.runtime.cache import triton_key
 
 from fusedvit.checks import fallback, transforms
-from fusedvit.checks.as_built import Built, gathers_shards, wrong_once_gathered
+from fusedvit.checks.as_built import Built, gathers_shards, wrong_parameters
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.checks.own_forward import bypass
 from fusedvit.config import FuseConfig, takes_config
@@ -353,7 +353,7 @@ class FusedEncoder:
             return found
         source = self._source()
         if gathers_shards(self.tower):
-            return replace(source, wrong_parameters=wrong_once_gathered).reason()
+            return replace(source, wrong_parameters=functools.partial(wrong_parameters, shards=True)).reason()
         found = source.reason()
         return source.refusal() if found is None and not self.weights.host_unchanged() else found
 

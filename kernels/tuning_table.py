@@ -165,7 +165,7 @@ def _document(path: Path) -> dict[str, Any]:
     """The JSON at `path`, checked to have "entries" and a "passport" with "gpu" and "backends"."""
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TableError(f"{path}: not JSON: {error}") from error
     passport = _member(document, "passport", dict, str(path))
     _member(passport, "gpu", str, f"{path}: passport")

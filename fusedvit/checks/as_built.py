@@ -168,16 +168,6 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     return _differs(f"its config's {other[0]}", getattr(now, other[0]), getattr(spec, other[0])) if other else ""
 
 
-def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
-    """The first parameter that is missing, unexpected, or of another shape or class; "" for none."""
-    return _wrong_parameters(plain, family, spec, shards=False)
-
-
-def wrong_once_gathered(plain: Plain, family: Family, spec: VisionSpec) -> str:
-    """`wrong_parameters` for what a call will find if it gathers the tower's shards first."""
-    return _wrong_parameters(plain, family, spec, shards=True)
-
-
 def gathers_shards(tower: nn.Module) -> bool:
     """Whether `tower` holds shards between calls, which each call gathers before its `forward` (`fully_shard`)."""
     wraps = any(cls.__module__.startswith(_SHARDED) for cls in type(tower).__mro__)
@@ -188,7 +178,12 @@ def _is_shard(parameter: object) -> bool:
     return name_of(type(parameter)) == _SHARD
 
 
-def _wrong_parameters(plain: Plain, family: Family, spec: VisionSpec, shards: bool) -> str:
+def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec, shards: bool = False) -> str:
+    """The first parameter that is missing, unexpected, or of another shape or class; "" for none.
+
+    Args:
+        shards: parameters may be shards, as of a tower that each call gathers.
+    """
     found = {family.aliases.get(n, n): p for n, p in plain.parameters().items()}
     expected = dict(parameter_shapes(family.names, spec))
     table = f"{family.names.position}.weight"

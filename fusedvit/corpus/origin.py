@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from fusedvit.checkpoint import ADAPTER, tower_config
 from fusedvit.corpus import samples
 from fusedvit.corpus.inputs import Input, row_name
-from fusedvit.errors import InputError, first_line
+from fusedvit.errors import InputError, first_line, from_json
 
 CONFIG = "config.json"
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -112,8 +112,8 @@ def _document(path: Path) -> bytes:
         return b""
     content = path.read_bytes()
     try:
-        return json.dumps(json.loads(content), sort_keys=True).encode()
-    except (ValueError, RecursionError):  # no JSON: loading the checkpoint raises the error
+        return json.dumps(from_json(content), sort_keys=True).encode()
+    except ValueError:  # no JSON: loading the checkpoint raises the error
         return content
 
 
@@ -142,8 +142,8 @@ def _head_of(file: BinaryIO) -> bytes:
 def _bounds_in(head: bytes) -> list[tuple[int, int]] | None:
     """The bounds of tensors, ascending, relative to the end of a safetensors header; None if `head` is no header."""
     try:
-        described: dict[str, Any] = json.loads(head)
+        described: dict[str, Any] = from_json(head)
         found = [each["data_offsets"] for name, each in described.items() if name != "__metadata__"]
         return sorted((int(begin), int(end)) for begin, end in found)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None

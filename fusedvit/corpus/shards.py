@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fusedvit.corpus import resuming
-from fusedvit.errors import InputError, first_line, of_folder
+from fusedvit.errors import InputError, first_line, from_json, of_folder
 
 try:
     import fcntl
@@ -95,8 +95,8 @@ def start(out: Path, job: dict[str, Any]) -> None:
 def check(out: Path, job: dict[str, Any], part: bool = False) -> None:
     """Raises InputError if the shards of a folder are of another job; `part`: only what `job` holds is compared."""
     try:
-        known = json.loads((out / JOB).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        known = from_json((out / JOB).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InputError(f"{out}: cannot be used as output: {JOB}: {first_line(error)}") from None
     if not isinstance(known, dict):
         raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
@@ -129,7 +129,7 @@ def abandon(out: Path, job: dict[str, Any]) -> None:
     system has no locks to tell.
     """
     with contextlib.suppress(OSError, ValueError), (out / JOB).open("r+b") as file:
-        is_ours = json.load(file) == json.loads(json.dumps(job))
+        is_ours = from_json(file.read()) == json.loads(json.dumps(job))
         if is_ours and _lock(file.fileno()) and not committed(out):
             (out / JOB).unlink(missing_ok=True)
 

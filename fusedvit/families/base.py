@@ -12,7 +12,9 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import TensorSource
 
 GELUS = {
-    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"},
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"),  # the same function in other operations
 }
 GATED = {"silu": "swiglu", "swish": "swiglu"}

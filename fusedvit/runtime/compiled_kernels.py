@@ -28,7 +28,7 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 
 from fusedvit import __version__
-from fusedvit.errors import attempted, named_line, passes
+from fusedvit.errors import attempted, from_json, named_line, passes
 from fusedvit.kernels import tile_configs
 from fusedvit.kernels.tile_configs import Target
 
@@ -169,7 +169,7 @@ def _raise_if_passing(error: Exception) -> None:
 
 def _read(folder: Path, device: torch.device) -> tuple[str, bool]:
     """`mismatch` of the folder's manifest. Raises OSError, ValueError, KeyError or TypeError if it is unreadable."""
-    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    found = from_json((folder / MANIFEST).read_text(encoding="utf-8"))
     os.listdir(folder)  # an unreadable folder fails here, before any cache is replaced
     return mismatch(found, Target.of(device))
 
@@ -239,7 +239,7 @@ def _to_enter(source: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for name in sorted(os.listdir(source), key=lambda name: name.startswith(GROUP)):
         if name.startswith(GROUP):
-            children = json.loads((source / name).read_text(encoding="utf-8"))["child_paths"].keys()
+            children = from_json((source / name).read_text(encoding="utf-8"))["child_paths"].keys()
             for child in children:
                 with open(source / child, "rb"):
                     pass
@@ -252,7 +252,7 @@ def _to_enter(source: Path) -> dict[str, bytes]:
 def _prune(folder: Path) -> None:
     """Removes the compiler's intermediate files, four fifths of the bytes."""
     for group in folder.glob(f"*/{GROUP}*.json"):
-        children = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
+        children = from_json(group.read_text(encoding="utf-8"))["child_paths"]
         kept = {name: path for name, path in children.items() if Path(name).suffix in KEPT}
         _write(group, json.dumps({"child_paths": kept}).encode())
         for path in children.keys() - kept.keys():
@@ -298,7 +298,7 @@ def _has_driver() -> bool:
 def _is_whole(group: Path) -> bool:
     """Whether a kernel is in Triton's cache with all its files; `group` is the file that lists them."""
     try:
-        children = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
+        children = from_json(group.read_text(encoding="utf-8"))["child_paths"]
     except (OSError, ValueError, LookupError, TypeError):
         return False
     return bool(children) and all(os.path.exists(path) for path in children.values())

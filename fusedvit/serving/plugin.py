@@ -11,7 +11,6 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from fusedvit.config import FuseConfig
-from fusedvit.errors import PREFIX, unnamed
+from fusedvit.errors import PREFIX, from_json, unnamed
 from fusedvit.families.base import Family
 from fusedvit.runtime.captured_encoder import limits_for
 
@@ -79,7 +78,7 @@ def may_gather() -> bool:
 def _options() -> tuple[FuseConfig, bool]:
     text = os.environ.get(CONFIG, "").strip()
     try:
-        given = json.loads(text) if text else {}
+        given = from_json(text) if text else {}
         if not isinstance(given, dict):
             raise ValueError(f"expected an object, got {type(given).__name__}")
         gather = given.pop(_GATHER, True)

@@ -70,6 +70,7 @@ def test_a_table_is_read_back(tmp_path: Path) -> None:
 
 BAD = {
     "no JSON": ("{", "not JSON"),
+    "deeper than Python reads": ("[" * 100_000, "not JSON"),
     "a list": ([], "expected 'passport'"),
     "no passport": ({"entries": []}, "expected 'passport'"),
     "no versions": ({"passport": {"gpu": "NVIDIA H200"}, "entries": []}, "passport: expected 'backends'"),

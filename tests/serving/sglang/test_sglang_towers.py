@@ -358,7 +358,9 @@ def test_deterministic_inference_is_left_alone(option: dict[str, Any], log: pyte
     assert "deterministic inference is on" in log.text and "_fusedvit" not in vars(tower_of(model))
 
 
-@pytest.mark.parametrize("text", ('{"token_budget": [64]}', '{"max_items": 100000}', "{"))
+@pytest.mark.parametrize(
+    "text", ('{"token_budget": [64]}', '{"max_items": 100000}', "{", pytest.param("[" * 100_000, id="deep"))
+)
 def test_wrong_options_end_the_start(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs what a plugin raises, and goes on until it builds a tower."""
     changed: list[str] = []
