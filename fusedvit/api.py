@@ -24,7 +24,7 @@ from fusedvit.checks.find_tower import derived, find_tower, nothing_in, towers_i
 from fusedvit.checks.own_forward import bypass
 from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
 from fusedvit.config import FuseConfig, check_config, takes_config
-from fusedvit.errors import Reason, UnsupportedModel, unnamed
+from fusedvit.errors import OF_ODD_OBJECTS, Reason, UnsupportedModel, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.forks import is_held, renew_in_children
@@ -174,7 +174,7 @@ def family_and_spec(tower: nn.Module) -> tuple[Family, VisionSpec]:
         raise UnsupportedModel(f"{name_of(original)} cannot be fused: {derived(original)}")
     try:
         return family, family.spec_from_config(tower.config)
-    except (TypeError, ValueError) as error:
+    except OF_ODD_OBJECTS as error:
         raise UnsupportedModel(f"{original.__name__} cannot be fused: {unnamed(error)}") from error
 
 

@@ -16,6 +16,8 @@ EMPTY_ITEMS = "items without frames"
 SPARSE = "sparse pixels"
 BEYOND_FP16 = "beyond fp16"
 PREFIX = "fusedvit: "  # begins every message; commands print it without
+# What code raises for an object that is not what it expects: another config, or a module that contains itself.
+OF_ODD_OBJECTS = (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 _LASTING = (
     errno.ENOENT,
     errno.ENOTDIR,

@@ -22,7 +22,7 @@ from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import describe, is_of_python, is_own, name_of, own_class
 from fusedvit.checks.source_code import Definition, cells_of, definition_of, wrapped_by
-from fusedvit.errors import attempted, unnamed
+from fusedvit.errors import OF_ODD_OBJECTS, attempted, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
 from fusedvit.model.param_names import (
@@ -157,8 +157,7 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     """What in the tower's current config differs from `spec`; "" for nothing, or if the tower keeps no config."""
     if "config" not in vars(tower) and family.engine != HUGGING_FACE:
         return ""
-    kinds = ValueError, TypeError, AttributeError, LookupError, ArithmeticError
-    now = attempted(lambda: family.spec_from_config(tower.config), *kinds)
+    now = attempted(lambda: family.spec_from_config(tower.config), *OF_ODD_OBJECTS)
     if isinstance(now, Exception):
         return f"its config: {unnamed(now)}"
     causal = getattr(tower.config, CAUSAL, None)
@@ -190,7 +189,7 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec, shards: boo
     if table in expected:
         *tables, rows, width = expected[table]
         expected[table] = (*tables, -(-rows // family.engine.position_rows) * family.engine.position_rows, width)
-    compiled = _wrapped_to_compile(plain)
+    compiled = _compiled_inside(plain)
     if compiled:
         return compiled
     for name, shape in expected.items():
@@ -207,9 +206,9 @@ def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], fam
     Args:
         shards: whether it may be a shard.
     """
-    if _is_flattened(found):
+    if isinstance(found, torch.Tensor) and _is_flattened(found):
         return _FLATTENED.format(name)
-    if nn.parameter.is_lazy(found):  # it has no shape yet
+    if not isinstance(found, torch.Tensor) or nn.parameter.is_lazy(found):  # it has no shape, or none yet
         return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
     if _flat(tuple(found.shape)) != shape:
         return _differs(f"the shape of {name}", tuple(found.shape), shape)
@@ -248,9 +247,11 @@ def _missing(plain: Plain, name: str) -> str:
     return f"parameter {name} is missing"
 
 
-def _wrapped_to_compile(plain: Plain) -> str:
-    """The first inner module that `torch.compile(module)` has wrapped in another module."""
+def _compiled_inside(plain: Plain) -> str:
+    """The first inner module in whose place `torch.compile(module)` or TorchScript has put another module."""
     for path, module in plain.modules.items():
+        if path and isinstance(module, torch.jit.ScriptModule):
+            return f"{path} is {name_of(type(module))}, compiled by TorchScript"
         if path and name_of(type(module)) == _COMPILED:
             return f"{path} is {_COMPILED}; {path}.compile(), or torch.compile of the model, leaves the tower fused"
     return ""

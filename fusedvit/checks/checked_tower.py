@@ -25,7 +25,7 @@ from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import foreign_class
 from fusedvit.checks.recorded import version_of
 from fusedvit.checks.source_code import UnreadSource
-from fusedvit.errors import BEYOND_FP16, Reason, attempted, first_line
+from fusedvit.errors import BEYOND_FP16, OF_ODD_OBJECTS, Reason, attempted, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
 from fusedvit.model.digest import has_memory
@@ -63,7 +63,7 @@ class CheckedTower:
     def reason(self) -> Reason | None:
         """See `Source`."""
         try:
-            found = attempted(self._reason, AttributeError, TypeError, ValueError, LookupError, ArithmeticError)
+            found = attempted(self._reason, *OF_ODD_OBJECTS)
         except UnreadSource as why:
             self._by_state = False
             return Reason(fallback.UNREAD, str(why))

@@ -193,7 +193,8 @@ class ContentCheck:
 
     def held_by(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether all parameter memory that this check keeps alive belongs to `parameters`."""
-        now = {id(p): p.data_ptr() for p in parameters if p.layout is torch.strided}
+        known = {*map(id, self.parameters)}  # others may be of a kind that has no address, as lazy modules' are
+        now = {id(p): p.data_ptr() for p in parameters if id(p) in known and p.layout is torch.strided}
         kept = zip(self.parameters, map(torch.Tensor.data_ptr, self.sources.tensors), strict=False)
         return all(now.get(id(p)) == at for p, at in kept if at and isinstance(p, torch.nn.Parameter))
 

@@ -1,12 +1,15 @@
 """Towers that were changed: a fused answer that is right, or the very one of the original code, for a reason that names
 what was found, in the same words everywhere."""
 
+import copy
 import logging
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
@@ -120,3 +123,36 @@ def test_another_structure(change: Callable[[Any], None], used: bool) -> None:
     expected = outcome(call.run, theirs)
     assert differs(call.run(tower), expected), "nothing changed: the test shows nothing"
     assert_alike(outcome(call.run, ours), expected)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_a_module_that_contains_its_tower(used: bool) -> None:
+    """A module set as an attribute of another is registered in it; Hugging Face's code never walks that circle."""
+    tower = vision_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(copy_of(tower))
+    handle = fused_when(tower, "after a call" if used else "after fuse", lambda: _back_reference(tower), call)
+    assert_bitwise(call.run(tower), expected)
+    ran_original(handle, fallback.MODIFIED)
+    assert "RecursionError" in str(handle.reason())
+
+
+def _back_reference(tower: Any) -> None:
+    tower.blocks[1].mlp.parent = tower
+
+
+def test_a_lazy_module_in_a_tower_in_use() -> None:
+    """Its parameters have no memory until its hook has seen an input, which is what its first call does."""
+    tower = vision_tower()
+    call, lazy = Call.of(tower, GRIDS["mix"]), nn.LazyLinear(48)
+    theirs = copy_of(tower)
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+    answers = []
+    for each in theirs, tower:
+        each.blocks[0].attn.proj = copy.deepcopy(lazy)
+        with torch.random.fork_rng():  # values are drawn at the first call
+            torch.manual_seed(0)
+            answers.append(call.run(each))
+    assert_bitwise(*answers)
+    ran_original(handle, fallback.HOOKS)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 
 import fusedvit
 from fusedvit.checks import fallback
@@ -74,10 +75,23 @@ def test_towers_that_are_known_and_not_fused_say_why() -> None:
     assert not set(UNSUPPORTED) & {name for family in FAMILIES for name in family.class_names}
 
 
-def test_config_that_no_tower_can_have_is_unsupported() -> None:
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"hidden_act": "silu"}, "'silu'"),
+        ({"num_heads": 0}, "zero"),
+        ({"rope_parameters": [1]}, "'list' object"),
+        ({}, "num_position_embeddings"),
+        (None, "'NoneType' object"),
+    ],
+)
+def test_config_that_no_tower_can_have_is_unsupported(config: dict[str, Any] | None, message: str) -> None:
     tower = tiny_tower()
-    tower.config.hidden_act = "silu"
-    with pytest.raises(fusedvit.UnsupportedModel, match="silu"):
+    if config:
+        vars(tower.config).update(config)  # as the config's own checks would refuse some
+    else:
+        tower.config = None if config is None else Qwen2VLVisionConfig()
+    with pytest.raises(fusedvit.UnsupportedModel, match=f"^fusedvit: Qwen3VLVisionModel cannot be fused: .*{message}"):
         fusedvit.fuse(tower)
     assert "_fusedvit" not in tower.__dict__
 

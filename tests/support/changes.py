@@ -324,6 +324,16 @@ def position_table_of_another_size(tower: Tower) -> None:
     tower.num_grid_per_side = 5
 
 
+@change("blocks.0.attn.proj is torch.jit._script.RecursiveScriptModule, compiled by TorchScript", matters=False)
+def scripted_linear(tower: Tower) -> None:
+    tower.blocks[0].attn.proj = torch.jit.script(tower.blocks[0].attn.proj)
+
+
+@change("the class of blocks.0.norm1.weight is builtins.float, expected torch.nn.Parameter")
+def number_for_a_parameter(tower: Tower) -> None:
+    tower.blocks[0].norm1._parameters["weight"] = 1.0
+
+
 @change("blocks.0.attn.qkv.weight is a buffer, expected a parameter")
 def quantised(tower: Tower) -> None:
     _quantise(tower, Int8Linear)

@@ -323,7 +323,7 @@ MUTANTS = (
     _never(
         "parameters without a shape",
         BUILT,
-        "nn.parameter.is_lazy(found)",
+        "not isinstance(found, torch.Tensor) or nn.parameter.is_lazy(found)",
         "hf/fallback:parameters_that",
     ),
     _never("blocks compiled as modules", BUILT, "compiled", "hf/compiled:a_block"),
@@ -420,7 +420,7 @@ MUTANTS = (
     Mutant(
         "what cannot be judged",
         CHECKED,
-        "self._reason, AttributeError, TypeError",
+        "self._reason, *OF_ODD_OBJECTS",
         "self._reason, TypeError",
         "hf/changed_in_place:whatever",
     ),
