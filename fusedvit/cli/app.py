@@ -49,7 +49,7 @@ Json = Annotated[
         "--json",
         metavar="PATH",
         parser=lambda given: str(_output(given)),
-        help="Write everything as JSON; '-' for standard output alone.",
+        help="Write everything as JSON; '-' prints it, and nothing else.",
     ),
 ]
 MediaFiles = Annotated[
@@ -63,16 +63,19 @@ Towers = Annotated[
 Fa3 = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH", envvar="FUSEDVIT_FA3", help="FA3's library (vLLM's build; may be .xz), for peers.", exists=True
+        metavar="PATH",
+        envvar="FUSEDVIT_FA3",
+        help="FA3's library, vLLM's build (.xz too), to compare with.",
+        exists=True,
     ),
 ]
 Rows = Annotated[
-    list[int] | None, typer.Option("--rows", metavar="PATCHES", min=1, help="Each operation alone at so many rows.")
+    list[int] | None, typer.Option("--rows", metavar="PATCHES", min=1, help="Each operation alone, at this many rows.")
 ]
 Without = Annotated[
-    list[str] | None, typer.Option("--without", metavar="BACKEND", help="As if it were not there: linear/hopper ...")
+    list[str] | None, typer.Option("--without", metavar="BACKEND", help="Measure without it: linear/hopper ...")
 ]
-Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when left out.")]
+Commit = Annotated[str, typer.Option(help="The commit to record; else read from git.")]
 
 
 def run(command: str, json: str | None, **arguments: Any) -> None:
@@ -228,10 +231,8 @@ def embed(
         typer.Argument(metavar="INPUT... OUT", help="Folders, files, .txt lists, .parquet tables; the output folder."),
     ],
     output: Annotated[str, typer.Option(help="mean: a row an image; tokens: a row a merged token.")] = "mean",
-    deepstack: Annotated[
-        bool, typer.Option("--deepstack", help="Rows with the deepstack features after them.")
-    ] = False,
-    shard_size: Annotated[int, typer.Option(min=1, help="Inputs of a shard.")] = 512,
+    deepstack: Annotated[bool, typer.Option("--deepstack", help="Append the deepstack features to each row.")] = False,
+    shard_size: Annotated[int, typer.Option(min=1, help="Inputs per shard.")] = 512,
     gpus: Annotated[str | None, typer.Option(help="'all' or numbers such as 0,1: a process on each.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; else the GPU if there is one.")] = None,
     json: Json = None,
@@ -258,12 +259,12 @@ def bench(
         list[str] | None, typer.Option("--compile", metavar="WORKLOAD", help="Run torch.compile there: minutes each.")
     ] = None,
     fa3: Fa3 = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Timing per workload, in seconds.")] = None,
     rows: Rows = None,
     without: Without = None,
     vllm: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Against vLLM's own tower, from there: docs/serving.md.", exists=True),
+        typer.Option(metavar="FOLDER", help="Compare with this vLLM's own tower: docs/serving.md.", exists=True),
     ] = None,
     json: Json = None,
     commit: Commit = "",
@@ -306,7 +307,7 @@ def kernels(
 def pixels(
     tower: Towers = None,
     images: Annotated[int, typer.Option(min=16, help="JPEGs of the corpus.")] = 2000,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload and contender.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Timing per workload and contender, in seconds.")] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="PATH", parser=_output, help="Where a picture of the stages goes.")
     ] = None,

@@ -21,7 +21,7 @@ from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.inputs import in_words
 from fusedvit.corpus.job import LISTED, Job, Ran, ShardDone
 from fusedvit.corpus.loading import OUTPUTS
-from fusedvit.corpus.shards import Failed
+from fusedvit.corpus.shards import INDEX, Failed
 from fusedvit.errors import InputError
 
 SHOWN = 5  # failed inputs
@@ -75,7 +75,7 @@ def _show_failed(failed: Sequence[Failed], errors: int) -> None:
     console = new_console(stderr=True)
     lines = [_named_once(each.id, each.error) for each in failed[:SHOWN]]
     if errors > len(lines):
-        lines.append(f"and {errors - len(lines)} more: --json lists {LISTED}, column error of each index all")
+        lines.append(f"and {errors - len(lines)} more: --json has {LISTED}, column `error` of each {INDEX} has all")
     for line in lines:
         console.out("".join(c if c.isprintable() else "?" for c in line), highlight=False)
 

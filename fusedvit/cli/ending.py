@@ -1,7 +1,7 @@
 """How every command ends, also `--help` and `--version`: one rule for the exit code, whatever standard output, standard
 error and signals do. Nothing here needs the packages of the extra "cli".
 
-    130   Ctrl-C
+    130   Ctrl-C; once the command has ended, a further one ends the process by the signal, which shells call 130 too
     141   nobody reads standard output; the code of a process that SIGPIPE ends
     143   SIGTERM, after the same clean-up as Ctrl-C
     2     standard output is closed or cannot be written, with a line on standard error
@@ -58,13 +58,15 @@ def ended(command: Callable[[], None]) -> int:
     output = _replaced(sys.stdout, _STDOUT)
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: exit codes of child processes would be lost
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    before = signal.getsignal(signal.SIGTERM)
-    terminated = _interrupted_by_sigterm()
-    code = _code_of(command)
-    signal.signal(signal.SIGTERM, before)  # nothing is left to clean up
+    received = _interrupted_by_signals()
+    try:
+        code = _code_of(command)
+    except KeyboardInterrupt:  # while modules are imported; later typer turns it into an exit
+        code = INTERRUPTED
+    _let_signals_end()
     exec("")  # CPython dies of SIGINT at exit if the last code text it ran was interrupted, as in an import
-    if terminated:
-        return TERMINATED
+    if received:  # also where a library has dropped the interrupt, as torch does while it imports NumPy
+        return TERMINATED if signal.SIGTERM in received else INTERRUPTED
     if code == INTERRUPTED or output is None or output.error is None:
         return code
     if output.error.errno == errno.EPIPE:
@@ -82,8 +84,6 @@ def _code_of(command: Callable[[], None]) -> int:
         sys.stdout.flush()  # an error at Python's exit would change the code
     except Unwritable:
         return UNUSABLE
-    except KeyboardInterrupt:  # while modules are imported; later typer turns it into an exit
-        return INTERRUPTED
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)  # typer has set its own by now
         return UNFORESEEN
@@ -133,22 +133,32 @@ def _replaced(stream: Any, number: int) -> _Descriptor | None:
     return raw
 
 
-def _interrupted_by_sigterm() -> list[int]:
-    """Makes SIGTERM interrupt as Ctrl-C does, child processes included, and appends it to the returned list. Forked
-    processes still end at once by it."""
+def _interrupted_by_signals() -> list[int]:
+    """Makes SIGTERM interrupt as Ctrl-C does, child processes included, and returns a list that gets both signals'
+    numbers as they arrive. Forked processes still end at once by SIGTERM. A signal that the starting process had
+    ignored stays ignored."""
     received: list[int] = []
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the starting process had it ignored
-        return received
 
     def interrupt(number: int, frame: Any) -> None:
         received.append(number)
-        for child in multiprocessing.active_children():  # else their pool waits for all their work
-            child.terminate()
+        if number == signal.SIGTERM:  # Ctrl-C reaches children too
+            for child in multiprocessing.active_children():  # else their pool waits for all their work
+                child.terminate()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
-    os.register_at_fork(before=_hold_sigterm, after_in_parent=_let_sigterm, after_in_child=_end_by_sigterm)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, interrupt)
+        os.register_at_fork(before=_hold_sigterm, after_in_parent=_let_sigterm, after_in_child=_end_by_sigterm)
     return received
+
+
+def _let_signals_end() -> None:
+    """Nothing is left to clean up: a further signal, such as of an impatient user, ends the process at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _hold_sigterm() -> None:

@@ -230,7 +230,7 @@ def _begin(out: Path, parts: Sequence[Sequence[Input]], document: dict[str, Any]
     shards.start(out, document)
     there = shards.committed(out) & set(range(len(parts)))
     for number in sorted(there):
-        shards.check_committed(out, number, len(parts[number]))
+        shards.check_committed(out, number, [each.id for each in parts[number]])
     todo = set(range(len(parts))) - there
     return sorted(todo, key=lambda n: (-_bytes_of(parts[n]), n))
 

@@ -32,8 +32,7 @@ def difference(known: dict[str, Any], job: dict[str, Any]) -> str:
 
 def _said(name: str, was: Any, now: Any, known: dict[str, Any], job: dict[str, Any]) -> str:
     if name == _FILES:
-        begun, given = (", ".join(map(str, each.get("given") or ())) for each in (known, job))
-        begun, given = begun[:_LONGEST], given[:_LONGEST]
+        begun, given = (str(each.get("given"))[:_LONGEST] for each in (known, job))
         where = f"of {given}" if begun == given else f"begun with {begun}, now {given}"
         return (
             "inputs of the same names are other files, lie elsewhere, or are a table of other content "

@@ -222,7 +222,7 @@ def _renamed(unfinished: Path, out: Path, number: int) -> bool:
                 return False
             if _is_half(folder) and left:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif folder.exists():
+            elif os.path.lexists(folder):
                 raise OSError(f"{folder} is in the way; remove it") from None
             else:
                 raise
@@ -252,17 +252,20 @@ def read(out: Path, number: int) -> list[Embedded]:
     return found
 
 
-def check_committed(out: Path, number: int, inputs: int) -> None:
-    """Raises InputError if a committed shard cannot be read or has another number of inputs; rows are not read."""
+def check_committed(out: Path, number: int, ids: Sequence[str]) -> None:
+    """Raises InputError if a committed shard cannot be read or is not of the inputs `ids`; its tensor is not read."""
     import pyarrow.parquet
 
     folder = _folder(out, number)
     try:
-        index = pyarrow.parquet.read_table(folder / INDEX, columns=["offset", "rows"])
+        index = pyarrow.parquet.read_table(folder / INDEX)
         with safe_open(folder / ROWS, framework="pt") as file:
             rows = file.get_slice("rows").get_shape()[0]
-        wrong = "" if index.num_rows == inputs else f"{inputs} inputs expected, got {index.num_rows}"
-        ends = index["offset"][-1].as_py() + index["rows"][-1].as_py() if index.num_rows else 0
+        known = index["id"].to_pylist()
+        wrong = "" if len(known) == len(ids) else f"{len(ids)} inputs expected, got {len(known)}"
+        others = (f"input {mine!r} expected, got {its!r}" for mine, its in zip(ids, known, strict=False) if mine != its)
+        wrong = wrong or next(others, "")
+        ends = index["offset"][-1].as_py() + index["rows"][-1].as_py() if known else 0
         wrong = wrong or ("" if rows == ends else f"{ends} rows expected, got {rows}")
     except Exception as error:  # as in `read`
         wrong = f"does not read: {first_line(error)}"

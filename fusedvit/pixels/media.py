@@ -252,6 +252,8 @@ def _load_one(source: Source, frames: Sampling, limits: Limits, index: int) -> M
     if isinstance(source, np.ndarray):
         return _of_pixels(source, index)
     given = _opened(source, index)
+    if not given.size:
+        raise MediaError(f"{given.shown}: an empty file")
     _check_limit(given.shown, "bytes", given.size, limits.max_bytes)
     if given.video is None:
         return Media(given.name, "image", _decode_image(given, limits)[None], 1, index, path=given.shown)

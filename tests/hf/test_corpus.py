@@ -111,7 +111,7 @@ def test_shapes_of_encode(checkpoint: Path, pictures: Path, shape: tuple[int, ..
         (np.zeros((0, 50, 3), np.uint8), r"got uint8 [0, 50, 3]"),
         (None, "expected, got NoneType"),
         (7, "expected, got int"),
-        (b"", "does not decode"),
+        (b"", "an empty file"),
         (Image.open(io.BytesIO(SAMPLE_IMAGE.read_bytes()[:3000])), "does not decode"),
     ],
 )

@@ -193,6 +193,50 @@ command.main()
     assert done.returncode == code
 
 
+def _interrupted(command: str) -> "subprocess.CompletedProcess[str]":
+    """A command whose text sends itself signals, as Python runs it in the foreground."""
+    code = f"""
+import os, signal, time
+from fusedvit.cli.ending import ended
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+def command():
+{command}
+raise SystemExit(ended(command))
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_an_interrupt_that_a_library_drops() -> None:
+    """As torch does while it imports NumPy: the next import of NumPy then fails."""
+    done = _interrupted(
+        """
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        raise SystemExit(2)
+"""
+    )
+    assert done.returncode == 130
+
+
+def test_further_interrupts_show_no_traceback() -> None:
+    """While the first one is handled, and once the command has ended."""
+    done = _interrupted(
+        """
+    import atexit
+    atexit.register(interrupt)
+    try:
+        interrupt()
+    finally:
+        interrupt()
+"""
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_a_pool_of_processes_ends_with_its_command() -> None:
     """As after Ctrl-C, which reaches the pool's processes too: it does not wait for all that they have to do."""
     code = """

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import multiprocessing
 import os
 import shutil
@@ -281,10 +282,11 @@ def test_folders_that_are_no_shard(tmp_path: Path) -> None:
     (out / "shard-00004" / shards.ROWS).write_text("half")
     (out / "shard-00005" / "notes.txt").write_text("somebody's")
     (out / "shard-00002").write_text("a file")
+    (out / "shard-00006").symlink_to("nowhere")
     (commit(out, 3), (out / "shard-00003").rename(out / "shard-000003"))
     assert shards.committed(out) == set()
     assert commit(out, 0) and commit(out, 1) and commit(out, 4) and shards.committed(out) == {0, 1, 4}
-    for number in (2, 5):
+    for number in (2, 5, 6):
         with pytest.raises(InputError, match=f"shard {number} cannot be written: .*shard-0000{number} is in the way"):
             commit(out, number)
     assert (out / "shard-00005" / "notes.txt").read_text() == "somebody's" and not list(out.glob(".*"))
@@ -387,7 +389,12 @@ def test_other_files_of_the_same_names_are_refused(tmp_path: Path) -> None:
     """Where both differ, what can be read comes first."""
     shards.start(tmp_path / "out", JOB | FILES)
     other = JOB | {"files_digest": "2b", "given": ["/b/l.txt"]}
-    with pytest.raises(InputError, match=r"other files.*\(begun with /a/l.txt, now /b/l.txt\); put them back to go on"):
+    said = r"other files.*\(begun with \['/a/l.txt'\], now \['/b/l.txt'\]\); put them back to go on"
+    with pytest.raises(InputError, match=said):
+        shards.start(tmp_path / "out", other)
+    damaged = json.dumps(JOB | FILES | {"given": 3})
+    (tmp_path / "out" / shards.JOB).write_text(damaged)
+    with pytest.raises(InputError, match="begun with 3, now"):
         shards.start(tmp_path / "out", other)
     with pytest.raises(InputError, match="shard_size was 3 and is 4"):
         shards.start(tmp_path / "out", other | {"shard_size": 4})
@@ -408,12 +415,12 @@ def test_inputs_that_are_errors(tmp_path: Path, most: int, expected: list[tuple[
 def test_a_damaged_shard_is_named(tmp_path: Path, file: str, damage: Callable[[Path], object]) -> None:
     shards.start(tmp_path / "out", JOB)
     commit(tmp_path / "out")
-    shards.check_committed(tmp_path / "out", 0, 3)
+    shards.check_committed(tmp_path / "out", 0, "abc")
     damage(tmp_path / "out" / "shard-00000" / file)
     with pytest.raises(InputError, match="shard-00000: does not read"):
         shards.read(tmp_path / "out", 0)
     with pytest.raises(InputError, match="shard-00000: does not read: .*; remove it"):
-        shards.check_committed(tmp_path / "out", 0, 3)
+        shards.check_committed(tmp_path / "out", 0, "abc")
 
 
 def test_a_shard_of_something_else_is_named(tmp_path: Path) -> None:
@@ -421,7 +428,9 @@ def test_a_shard_of_something_else_is_named(tmp_path: Path) -> None:
     shards.start(out, JOB)
     (commit(out, 0), commit(out, 1, FOUND[1:]))
     with pytest.raises(InputError, match="shard-00000: 4 inputs expected, got 3"):
-        shards.check_committed(out, 0, 4)
+        shards.check_committed(out, 0, "abcd")
+    with pytest.raises(InputError, match="shard-00000: input 'x' expected, got 'b'; remove it"):
+        shards.check_committed(out, 0, "axc")
     (out / "shard-00001" / shards.ROWS).replace(out / "shard-00000" / shards.ROWS)
     with pytest.raises(InputError, match="shard-00000: 3 rows expected, got 1"):
-        shards.check_committed(out, 0, 3)
+        shards.check_committed(out, 0, "abc")

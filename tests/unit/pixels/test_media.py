@@ -104,7 +104,8 @@ BAD_FILES = {
     "half.mp4": (lambda: SAMPLE_VIDEO.read_bytes()[:33_664], "cut off: frame 22 is not whole"),
     "track.mp4": (lambda: SAMPLE_VIDEO.read_bytes().replace(b"stsd", b"zzzz"), "does not decode as mp4"),
     "exif.jpg": (lambda: _jpeg_with(b"\x01\x00\x00\x02"), "does not decode as an image"),  # text where a width stands
-    "empty.mp4": (lambda: b"", "does not decode as mp4"),
+    "empty.mp4": (lambda: b"", "an empty file"),
+    "empty.png": (lambda: b"", "an empty file"),
     "notes.txt": (lambda: b"hello", "not an image or video format that is read: .txt"),
 }
 
