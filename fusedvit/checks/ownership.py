@@ -144,7 +144,9 @@ def name_of(defined: FunctionType | type) -> str:
 
 
 def describe(value: object) -> str:
-    """A function by where it was defined, anything else by its type."""
+    """A function by where it was defined, a module by its name, anything else by its type."""
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
     if isinstance(value, FunctionType | type):
         return name_of(value)
     return "missing" if value is None else f"an object of {name_of(type(value))}"

@@ -51,14 +51,21 @@ def options() -> FuseConfig:
     return _options()[0]
 
 
+def disabled() -> str:
+    """Why no tower may be fused; "" if it may. Asked for each tower: an engine may have been changed before."""
+    return "" if os.environ.get(DISABLE, "").strip().lower() in _NOT_DISABLED else f"{DISABLE} is set"
+
+
 def is_strict() -> bool:
     """Whether `FUSEDVIT_CONFIG` asks for an error where a tower cannot run fused."""
-    return options().strict
+    return not disabled() and options().strict
 
 
 def check_options(family: Family, vision_config: Any) -> None:
     """Raises ValueError if `FUSEDVIT_CONFIG` is invalid, or has options that the tower of `vision_config` cannot meet,
     however much memory is free."""
+    if disabled():
+        return
     given = options()
     try:
         spec = family.spec_from_config(vision_config)
@@ -104,7 +111,7 @@ def install(patches: Patches, engine: str) -> None:
     Raises:
         ValueError: as `options`; the modules are changed all the same, as an engine may log the error and go on.
     """
-    if os.environ.get(DISABLE, "").strip().lower() not in _NOT_DISABLED:
+    if disabled():
         return
     if not _logger.handlers:  # else the application has its own for us, and would print each line twice
         _logger.parent = logging.getLogger(engine)

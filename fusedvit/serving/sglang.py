@@ -32,6 +32,7 @@ from fusedvit.serving.agreement import Group, told
 from fusedvit.serving.engine_calls import counted, encoded, grid_of, nothing_in
 from fusedvit.serving.plugin import (
     check_options,
+    disabled,
     install,
     known_classes,
     left_in,
@@ -269,6 +270,8 @@ def _rank() -> int:
 
 def _fuse(tower: nn.Module, noted: Noted) -> str:
     """Fuses a tower, whose weights may be gathered later; returns why it cannot run fused, or ""."""
+    if disabled():
+        return disabled()
     try:
         spec = noted.family.spec_from_config(noted.config)
     except (ValueError, TypeError, AttributeError) as error:

@@ -43,6 +43,7 @@ from fusedvit.serving.plugin import (
     HELD,
     VARIABLES,
     check_options,
+    disabled,
     install,
     known_classes,
     may_gather,
@@ -332,6 +333,8 @@ def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: 
 
 def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     """Fuses a tower, which may have no weights yet; returns why it cannot run fused, or ""."""
+    if disabled():
+        return disabled()
     try:
         built = Built.of(tower, family.engine)
         spec = family.spec_from_config(vision_config)

@@ -43,6 +43,7 @@ LOOKUP = (
     "items",
 )
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
+_ROOTS = {"torch": "torch", "nn": "torch", "F": "torch", "einops": "einops"}  # names of modules everywhere: package
 _HARMLESS_BUILTINS = {"print", "input"}  # some programs replace them to suppress output
 _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # their classes' other methods do not compute
 _CHECKPOINTING = "GradientCheckpointingLayer"  # wraps the `forward` of every derived class
@@ -177,11 +178,16 @@ class CodeWalk:
                 self._follow_global(module, name, mentioned)
 
     def _is_of_others(self, value: object, module: ModuleType, name: str) -> bool:
-        """Whether a class or a function of C is not the one that the module's source defines or imports."""
+        """Whether a module, a class or a function of C is not the one that the source defines or imports."""
+        if isinstance(value, ModuleType):
+            root = value.__name__.partition(".")[0]
+            return _ROOTS.get(name, root) != root
         if defines(module.__name__, name):
             return not isinstance(value, type) or (value.__module__, value.__qualname__) != (module.__name__, name)
         if self.engine is not HUGGING_FACE:  # engines import classes and C functions of many packages, more on a GPU
-            return False
+            bases = value.__mro__ if isinstance(value, type) else ()
+            own = [base.__module__.startswith(self.engine.packages) for base in bases]
+            return any(own) and not own[0]  # but none that somebody else derived from theirs
         homes = ("torch.", *self.engine.packages, *self.engine.libraries)
         return is_foreign_name(value, self.engine.renamed.get(name, name), homes)
 

@@ -24,6 +24,7 @@ import fusedvit
 from fusedvit.checks.as_built import Built
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving import sglang as plugin
+from fusedvit.serving.plugin import left_in
 from tests.serving.sglang.support import (
     GRIDS,
     MODELS,
@@ -424,6 +425,9 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         plugin.register()
     monkeypatch.setenv("FUSEDVIT_DISABLE", "1")
     plugin.register()
+    assert "FUSEDVIT_DISABLE is set" in left_in(loaded(build()), "SGLang")["visual"]["state"], (
+        "in a process that lives on"
+    )
 
 
 def test_graphs_of_sglangs_own_are_off_where_we_run() -> None:

@@ -20,7 +20,7 @@ from fusedvit.bench.towers import random_weights_
 from fusedvit.checks.as_built import Built
 from fusedvit.serving import vllm as plugin
 from fusedvit.serving import vllm_worker
-from fusedvit.serving.plugin import CONFIG
+from fusedvit.serving.plugin import CONFIG, DISABLE
 from fusedvit.serving.served import SERVED
 from tests.serving.vllm.support import GRIDS, build, config_of, embed, folder_of, load, tower_of, under
 from tests.serving.vllm.test_vllm_processes import run
@@ -233,6 +233,16 @@ def test_a_strict_server_with_another_class() -> None:
         with pytest.raises(RuntimeError, match="cannot run fused: its forward takes"):
             Tower(None)
     assert "its forward takes" in stats(Tower(None))[""]["state"]
+
+
+def test_a_process_that_was_switched_off_between_two_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a variable that its children inherit with the changed classes, where vLLM forks them."""
+    monkeypatch.setenv(CONFIG, '{"strict": true}')
+    load()
+    monkeypatch.setenv(DISABLE, "1")
+    config, model = load(config=config_of(QWEN))
+    assert stats(model)["visual"]["state"] == "vLLM's own code: FUSEDVIT_DISABLE is set"
+    assert config.compilation_config.cudagraph_mm_encoder
 
 
 # where it says so

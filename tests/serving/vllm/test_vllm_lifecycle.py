@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderA
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models import qwen3_vl
+from vllm.v1.attention.ops import vit_attn_wrappers
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 from vllm.v1.worker.gpu_worker import Worker
@@ -388,6 +390,40 @@ def test_replaced_code_is_noticed(served: Any, own: Any, what: str, monkeypatch:
     monkeypatch.setattr(owner, name, staticmethod(other) if of_class else other)
     assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
     assert handle.reason() is not None and name in str(handle.reason())
+
+
+def test_a_class_that_is_replaced_by_one_derived_from_it(
+    served: Any, own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name by which the tower's module imports it; the tower's modules keep their class."""
+    config, model, handle = served
+    embed(config, model, GRID)
+    before = fused_calls(handle)
+
+    class Mine(MMEncoderAttention):  # type: ignore[misc]
+        @classmethod
+        def maybe_recompute_cu_seqlens(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().maybe_recompute_cu_seqlens(*args, **kwargs)[[0, -1]]
+
+    monkeypatch.setattr(qwen3_vl, "MMEncoderAttention", Mine)
+    assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
+    assert "qwen3_vl.MMEncoderAttention is " in str(handle.reason())
+
+
+@pytest.mark.parametrize("name, function", [("F", "scaled_dot_product_attention"), ("einops", "rearrange")])
+def test_a_module_that_is_replaced_by_another(
+    served: Any, own: Any, name: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model, handle = served
+    embed(config, model, GRID)
+    theirs, before = getattr(vit_attn_wrappers, name), fused_calls(handle)
+    other = ModuleType("other")
+    vars(other).update({key: value for key, value in vars(theirs).items() if not key.startswith("__")})
+    setattr(other, function, lambda *args, **kwargs: getattr(theirs, function)(*args, **kwargs) * 1.5)
+    monkeypatch.setitem(sys.modules, "other", other)
+    monkeypatch.setattr(vit_attn_wrappers, name, other)
+    assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
+    assert f"vit_attn_wrappers.{name} is module other" in str(handle.reason())
 
 
 def test_normalisation_that_changes(served: Any, own: Any) -> None:
