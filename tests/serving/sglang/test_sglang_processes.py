@@ -17,11 +17,14 @@ from tests.serving.sglang.support import GRIDS, QWEN3, QWEN25, close
 SPAWNED = """
 import pickle, sys
 import sglang.srt.disaggregation.encoder.server as server  # as unpickling what a rank starts with does
+from sglang.srt.models.registry import ModelRegistry  # as its loader does
 from tests.serving.sglang import support
 
 support.load_plugins = lambda: None
-assert pickle.loads(bytes.fromhex(sys.argv[1])).model_path == "a model"
+for given in sys.argv[1:]:
+    assert pickle.loads(bytes.fromhex(given)).model_path == "a model"
 support.start()
+assert ModelRegistry.resolve_model_cls([support.QWEN3])[0].__module__ == "sglang.srt.models.qwen3_vl"
 model = support.build()
 server.maybe_precompile_model_kernels_after_loading(model, "cpu")
 tower, grid = model.visual, support.GRIDS["mixed"]
@@ -40,6 +43,11 @@ def test_a_process_that_gets_options_and_loads_no_plugins() -> None:
     assert _run("-c", SPAWNED, bytes(ForkingPickler.dumps(given)).hex()).wait(timeout=120) == 0
     copied = copy.deepcopy(given), copy.copy(given), pickle.loads(pickle.dumps(given))
     assert all(type(each) is ServerArgs and each == given and vars(each) == vars(given) for each in copied)
+
+
+def test_a_program_that_loads_no_plugins() -> None:
+    package = "fusedvit.serving.sglang_encoder"
+    assert _run("-c", SPAWNED, SGLANG_EXTERNAL_MODEL_PACKAGE=package).wait(timeout=120) == 0
 
 
 def test_the_program_that_compares_both_towers(tmp_path: Path) -> None:
