@@ -401,8 +401,10 @@ def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     towers = [served for *_, served in _served_of(manager)]
     with writing(towers, "updated"):
         found = original(manager, *args, **kwargs)
-    for served in towers if found.success else ():
-        served.lost = False
+    for served in towers:
+        served.lost = served.lost and not found.success
+        if served.lost and served.sharded is not None and _is_awake(manager):  # ranks with success gather now
+            served.sharded.failed(RuntimeError(found.message))
     _prepare_awake(manager)
     return found
 
@@ -420,8 +422,12 @@ def _checked(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _prepare_awake(manager: Any) -> None:
-    if not {_WEIGHTS, _GRAPHS} & manager.offload_tags:
+    if _is_awake(manager):
         prepare_awake(_served_of(manager), logger)
+
+
+def _is_awake(manager: Any) -> bool:
+    return not {_WEIGHTS, _GRAPHS} & manager.offload_tags
 
 
 def _served_of(manager: Any) -> list[tuple[str, nn.Module, Served]]:
