@@ -3,18 +3,17 @@
 SGLang calls `register` in its processes (entry point group `sglang.srt.plugins`). The plugin notes what a tower's
 constructor builds, and fuses the tower once SGLang has loaded its weights: in the model runner and in the encoder
 server, before the KV pool takes the remaining memory. A tower that cannot run fused runs SGLang's own code, and one log
-line says why.
-
-An encoder server of several ranks loads plugins only in its first rank; the others need
-`SGLANG_EXTERNAL_MODEL_PACKAGE=fusedvit.serving.sglang_encoder`. Switch and options: see `plugin`.
+line says why. Switch and options: see `plugin`.
 """
 
+import copyreg
 import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -95,7 +94,7 @@ def register() -> None:
     Raises:
         ValueError: `FUSEDVIT_CONFIG` holds no options. SGLang logs it and goes on; a tower's constructor raises it too.
     """
-    install(_TOWERS, "sglang")
+    install(_IMPORTED, "sglang")
 
 
 def report(scheduler: Any) -> None:
@@ -103,6 +102,38 @@ def report(scheduler: Any) -> None:
     for model in _models_of(scheduler):
         for path, found in (left_in(model, "SGLang") | stats_of(model)).items():
             logger.info("fusedvit: %s: %s", path, found)
+
+
+# processes
+
+
+class _Call:
+    """Where it is unpickled, it is what `function(*given)` returns there."""
+
+    def __init__(self, function: Callable[..., Any], *given: Any) -> None:
+        self._function, self._given = function, given
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._function, self._given
+
+    def __call__(self, *given: Any) -> Any:  # by `copy`, which pickles nothing
+        return self._function(*self._given)(*given)
+
+
+def _patch_options(module: ModuleType) -> None:
+    """Lets SGLang's options load plugins where they are unpickled.
+
+    The processes of an encoder server but the first, and Ray's actors, get options and load no plugins; a rank with the
+    plugin would wait for the others in vain.
+    """
+    copyreg.pickle(module.ServerArgs, _reduced)
+
+
+def _reduced(options: Any) -> tuple[Any, ...]:
+    from sglang.srt.plugins import load_plugins
+
+    make, *rest = options.__reduce_ex__(2)
+    return (_Call(itemgetter(1), (_Call(load_plugins), make)), *rest)
 
 
 # construction
@@ -373,8 +404,10 @@ def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     towers = [served for *_, served in _served_of(manager)]
     with writing(towers, "updated"):
         found = original(manager, *args, **kwargs)
-    for served in towers if found.success else ():
-        served.lost = False
+    for served in towers:
+        served.lost = served.lost and not found.success
+        if served.lost and served.sharded is not None and _is_awake(manager):  # ranks with success gather now
+            served.sharded.failed(RuntimeError(found.message))
     _prepare_awake(manager)
     return found
 
@@ -392,8 +425,12 @@ def _checked(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _prepare_awake(manager: Any) -> None:
-    if not {_WEIGHTS, _GRAPHS} & manager.offload_tags:
+    if _is_awake(manager):
         prepare_awake(_served_of(manager), logger)
+
+
+def _is_awake(manager: Any) -> bool:
+    return not {_WEIGHTS, _GRAPHS} & manager.offload_tags
 
 
 def _served_of(manager: Any) -> list[tuple[str, nn.Module, Served]]:
@@ -438,7 +475,8 @@ def _hooked(owner: Any, around: Mapping[str, Callable[..., Any]]) -> str:
     return f"{owner.__name__} has no {missing[0]}" if missing else ""
 
 
-_TOWERS: dict[str, Callable[[ModuleType], None]] = {module: _patch_towers for module, _ in TOWERS}
+_IMPORTED: dict[str, Callable[[ModuleType], None]] = {module: _patch_towers for module, _ in TOWERS}
+_IMPORTED["sglang.srt.server_args"] = _patch_options
 _LOADERS: dict[str, Callable[[ModuleType], str]] = {
     "sglang.srt.model_executor.model_runner": _patch_runner,
     "sglang.srt.disaggregation.encoder.server": _patch_encoder,

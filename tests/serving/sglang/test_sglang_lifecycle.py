@@ -149,6 +149,19 @@ def test_memory_is_given_back_and_taken_again(saver: bool, caplog: pytest.LogCap
     assert torch.equal(embed(tower, IMAGES), want)
 
 
+def test_an_update_that_fails_on_one_rank_is_told_to_those_that_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sharded tower whose weights are lost: ranks with the update gather at once, and would wait for this one."""
+    model, said = loaded(build()), list[str]()
+    served, manager = vars(tower_of(model))["_fusedvit_served"], manager_of(model)
+    served.sharded = SimpleNamespace(failed=lambda error: said.append(str(error)), stale="", prepare=lambda _: None)
+    monkeypatch.setattr(WeightUpdater, "update_weights_from_disk", lambda *_, **__: (False, "no such file"))
+    request = SimpleNamespace(model_path="", load_format="", recapture_cuda_graph=False, flush_cache=False)
+    for lost, away, want in ((False, set(), 0), (True, {"cuda_graph"}, 0), (True, set(), 1)):
+        served.lost, served.ready, manager.offload_tags = lost, not lost, away
+        assert not manager.update_weights_from_disk(request).success
+        assert said == ["no such file"] * want and served.lost == lost
+
+
 def test_a_draft_models_tower_goes_with_the_other() -> None:
     """Where a draft model has one of its own; one that it shares is prepared once."""
     target, draft = loaded(build()), loaded(build())

@@ -1,21 +1,28 @@
-"""Processes as SGLang starts them: ranks that share images or shards, and encoder ranks that load no plugins."""
+"""Processes as SGLang starts them: ranks that share images or shards, and those that load no plugins by themselves."""
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import torch
+from sglang.srt.server_args import ServerArgs
 
 from tests.serving.sglang.support import GRIDS, QWEN3, QWEN25, close
 
 SPAWNED = """
+import pickle, sys
 import sglang.srt.disaggregation.encoder.server as server  # as unpickling what a rank starts with does
 from sglang.srt.models.registry import ModelRegistry  # as its loader does
 from tests.serving.sglang import support
 
 support.load_plugins = lambda: None
+for given in sys.argv[1:]:
+    assert pickle.loads(bytes.fromhex(given)).model_path == "a model"
 support.start()
 assert ModelRegistry.resolve_model_cls([support.QWEN3])[0].__module__ == "sglang.srt.models.qwen3_vl"
 model = support.build()
@@ -30,7 +37,15 @@ def _run(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, *arguments], env=os.environ | environment)
 
 
-def test_an_encoder_rank_without_plugins() -> None:
+def test_a_process_that_gets_options_and_loads_no_plugins() -> None:
+    """As the ranks and workers of an encoder server, and Ray's actors."""
+    given = ServerArgs(model_path="a model", device="cpu")
+    assert _run("-c", SPAWNED, bytes(ForkingPickler.dumps(given)).hex()).wait(timeout=120) == 0
+    copied = copy.deepcopy(given), copy.copy(given), pickle.loads(pickle.dumps(given))
+    assert all(type(each) is ServerArgs and each == given and vars(each) == vars(given) for each in copied)
+
+
+def test_a_program_that_loads_no_plugins() -> None:
     package = "fusedvit.serving.sglang_encoder"
     assert _run("-c", SPAWNED, SGLANG_EXTERNAL_MODEL_PACKAGE=package).wait(timeout=120) == 0
 

@@ -367,7 +367,7 @@ def test_wrong_options_end_the_start(text: str, monkeypatch: pytest.MonkeyPatch)
     changed: list[str] = []
     with contextlib.suppress(ValueError), monkeypatch.context() as given:
         given.setenv("FUSEDVIT_CONFIG", text)
-        given.setattr(plugin, "_TOWERS", {"sglang": lambda module: changed.append(module.__name__)})
+        given.setattr(plugin, "_IMPORTED", {"sglang": lambda module: changed.append(module.__name__)})
         given.setattr(sys, "meta_path", [*sys.meta_path])
         plugin.register()
     assert changed == ["sglang"]
