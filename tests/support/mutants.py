@@ -915,6 +915,12 @@ MUTANTS = (
         "kernels/norms kernels/aot:command_passes",
     ),
     # what is written, and where
+    _without(
+        "whose inputs a shard holds",
+        SHARDS,
+        '        wrong = wrong or next(others, "")\n',
+        "unit/shards:a_shard_of_something",
+    ),
     Mutant("who may enter a shard", SHARDS, "    folder.mkdir()\n", "    folder.mkdir(0o700)\n", "unit/shards:who"),
     Mutant("who may read rows", SHARDS, "shutil.copymode(folder / INDEX, folder / ROWS)", "pass", "unit/shards:who"),
     Mutant("modes that nobody changes", SHARDS, "suppress(PermissionError)", "suppress()", "unit/shards:a_file_system"),
