@@ -93,8 +93,8 @@ class CapturedEncoder:
             self._grid_slots = torch.zeros(slots, limits.max_items, 3, dtype=torch.int32, device=self._device)
         self._plans = plans
         self._max_frames = limits.max_frames
-        whole = self._whole
-        self.buffers = functools.cache(lambda b: whole.part(capacities[b], unit, bool(plans[b].overlapped)))
+        whole, spec = self._whole, self._spec
+        self.buffers = functools.cache(lambda b: whole.part(spec, capacities[b], len(plans[b].overlapped)))
 
     def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
         target, unit = Target.of(self._device), self._spec.merge_unit
