@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from fusedvit.graphs.capture import Capture, Graph
+import torch
+
+from fusedvit.graphs.capture import CudaCapture
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Batch
 
@@ -93,12 +95,12 @@ class GraphManager:
     capture orders their execution on the GPU.
     """
 
-    def __init__(self, limits: Limits, program: Program, capture: Capture) -> None:
+    def __init__(self, limits: Limits, program: Program, capture: CudaCapture) -> None:
         self.limits = limits
         self.stats = GraphStats()
         self._program = program
         self._capture = capture
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._failed: dict[int, int | None] = {}  # failed budget -> a larger one whose graph replaces it, or None
         self._allocated = False
         self._lock = threading.RLock()
@@ -186,7 +188,7 @@ class GraphManager:
         """Whether a capture of `budget` was tried, so that a replay captures nothing."""
         return budget in self._graphs or budget in self._failed
 
-    def graph(self, budget: int) -> Graph:
+    def graph(self, budget: int) -> torch.cuda.CUDAGraph:
         """The captured graph of a `ready` budget, for measuring."""
         return self._graphs[budget]
 
