@@ -24,7 +24,7 @@ from fusedvit.kernels.metadata import Layout
 from fusedvit.kernels.tile_configs import DENSE, Target
 from fusedvit.model.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
-from fusedvit.model.merger_overlap import IN_LINE, SideStream
+from fusedvit.model.merger_overlap import SideStream
 from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.plan import EncoderPlan, known_plan
 from fusedvit.model.spec import VisionSpec
@@ -68,7 +68,7 @@ class CapturedEncoder:
         self._device = device
         self._weights = weights
         self._planner = planner
-        self._side = side or (CapturedSideStream(device) if device.type == "cuda" else IN_LINE)
+        self._side = side or (CapturedSideStream(device) if device.type == "cuda" else None)
         self._whole: EncoderBuffers | None = None
         self.buffers: Callable[[int], EncoderBuffers] = _not_allocated
         self._plans: dict[int, EncoderPlan] = {}
