@@ -7,7 +7,7 @@ are; `drop_graphs` and `release` forget graphs and failures. A `Program` defines
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -89,7 +89,7 @@ class GraphStats:
 
 
 class GraphManager:
-    """Captures graphs at `warmup` or when first needed, replays them, and frees their memory.
+    """Captures graphs by `ready` or when first needed, replays them, and frees their memory.
 
     Every method may be called from any thread and stream: the lock orders launches on the host, and an event of the
     capture orders their execution on the GPU.
@@ -160,22 +160,6 @@ class GraphManager:
             self.stats.mispredictions += 1
 
     # capture
-
-    def warmup(
-        self,
-        progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets,
-        only: Collection[int] | None = None,
-        capture: Callable[[int], object] | None = None,
-    ) -> None:
-        """Captures every budget, or those in `only`, the largest first.
-
-        Args:
-            progress: wraps the iterable of budgets; no lock of this object is held while it runs.
-            capture: captures one budget; None: `ready`.
-        """
-        wanted = tuple(b for b in reversed(self.limits.token_budgets) if only is None or b in only)
-        for budget in progress(wanted):
-            (capture or self.ready)(budget)
 
     def ready(self, budget: int) -> bool:
         """Whether `budget` has a graph; captures it if that was not tried yet."""
