@@ -332,10 +332,12 @@ class PreparedTower:
             raise CannotPrepare(Reason(fallback.NOT_READY, str(why))) from why
 
     def _capture(self, runtime: Runtime, progress: Progress | None, budgets: Collection[int]) -> None:
-        """Captures graphs one by one. `progress` runs under no lock: it may wait for threads that use the tower."""
+        """Captures graphs one by one, the largest first. `progress` runs under no lock: it may wait for threads that
+        use the tower."""
         self._capture_one(runtime, None)
         if runtime.graphs is not None:
-            runtime.graphs.manager.warmup(progress or _bar, budgets, functools.partial(self._capture_one, runtime))
+            for budget in (progress or _bar)(tuple(sorted(budgets, reverse=True))):
+                self._capture_one(runtime, budget)
 
     def _capture_one(self, runtime: Runtime, budget: int | None) -> None:
         """Prepares weights again if the tower has changed, and captures the graph of `budget`, if one is given. Does

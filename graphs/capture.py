@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -32,46 +31,12 @@ class CurrentStream:
         return stream
 
 
-class Graph(Protocol):
-    """A captured graph."""
-
-    def replay(self) -> None:
-        """Launches what was captured, on the current stream."""
-
-    def reset(self) -> None:
-        """Releases the graph's memory."""
-
-
-class Capture(Protocol):
-    """The interface by which a manager captures; every method is called under the manager's lock."""
-
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """Captures the launches of `run`, which allocates nothing and reads nothing back."""
-
-    def before_use(self) -> None:
-        """Makes the current stream wait until the static buffers are free; `after_use` follows on the same stream."""
-
-    def after_use(self) -> None:
-        """Records on the stream of `before_use` that the static buffers are in use up to this point."""
-
-    def wait(self) -> None:
-        """Makes the host wait until nothing uses the static buffers."""
-
-    def held_bytes(self) -> int:
-        """Device memory that captured graphs hold, without the static buffers."""
-
-    def forget(self) -> None:
-        """Begins a new memory pool. Every graph must have been reset, which freed the old pool."""
-
-    def give_back(self) -> None:
-        """Returns freed memory to the device."""
-
-
 class CudaCapture:
     """CUDA graphs of one device: one memory pool, one capture stream.
 
     The capture mode is `thread_local`, so that other threads may allocate and copy meanwhile. One event orders the
-    users of the static buffers across streams; consecutive users on one stream do not wait for it.
+    users of the static buffers across streams; consecutive users on one stream do not wait for it. A manager calls
+    every method under its lock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,6 +50,7 @@ class CudaCapture:
         self._held = 0
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Captures the launches of `run`, which allocates nothing and reads nothing back."""
         graph = torch.cuda.CUDAGraph()
         self.wait()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -117,24 +83,30 @@ class CudaCapture:
         del room
 
     def before_use(self) -> None:
+        """Makes the current stream wait until the static buffers are free; `after_use` follows on the same stream."""
         self._next = self._current.get()
         if self._next is not self._user:
             self._next.wait_event(self._used)
 
     def after_use(self) -> None:
+        """Records on the stream of `before_use` that the static buffers are in use up to this point."""
         self._used.record(self._next)
         self._user = self._next
 
     def wait(self) -> None:
+        """Makes the host wait until nothing uses the static buffers."""
         self._used.synchronize()
 
     def held_bytes(self) -> int:
+        """Device memory that captured graphs hold, without the static buffers."""
         return self._held
 
     def forget(self) -> None:
+        """Begins a new memory pool. Every graph must have been reset, which freed the old pool."""
         self._pool = torch.cuda.graph_pool_handle()
         self._held = 0
 
     def give_back(self) -> None:
+        """Returns freed memory to the device."""
         gc.collect()
         torch.cuda.empty_cache()

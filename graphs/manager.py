@@ -7,11 +7,13 @@ are; `drop_graphs` and `release` forget graphs and failures. A `Program` defines
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from fusedvit.graphs.capture import Capture, Graph
+import torch
+
+from fusedvit.graphs.capture import CudaCapture
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Batch
 
@@ -87,18 +89,18 @@ class GraphStats:
 
 
 class GraphManager:
-    """Captures graphs at `warmup` or when first needed, replays them, and frees their memory.
+    """Captures graphs by `ready` or when first needed, replays them, and frees their memory.
 
     Every method may be called from any thread and stream: the lock orders launches on the host, and an event of the
     capture orders their execution on the GPU.
     """
 
-    def __init__(self, limits: Limits, program: Program, capture: Capture) -> None:
+    def __init__(self, limits: Limits, program: Program, capture: CudaCapture) -> None:
         self.limits = limits
         self.stats = GraphStats()
         self._program = program
         self._capture = capture
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._failed: dict[int, int | None] = {}  # failed budget -> a larger one whose graph replaces it, or None
         self._allocated = False
         self._lock = threading.RLock()
@@ -159,22 +161,6 @@ class GraphManager:
 
     # capture
 
-    def warmup(
-        self,
-        progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets,
-        only: Collection[int] | None = None,
-        capture: Callable[[int], object] | None = None,
-    ) -> None:
-        """Captures every budget, or those in `only`, the largest first.
-
-        Args:
-            progress: wraps the iterable of budgets; no lock of this object is held while it runs.
-            capture: captures one budget; None: `ready`.
-        """
-        wanted = tuple(b for b in reversed(self.limits.token_budgets) if only is None or b in only)
-        for budget in progress(wanted):
-            (capture or self.ready)(budget)
-
     def ready(self, budget: int) -> bool:
         """Whether `budget` has a graph; captures it if that was not tried yet."""
         with self._lock:
@@ -186,7 +172,7 @@ class GraphManager:
         """Whether a capture of `budget` was tried, so that a replay captures nothing."""
         return budget in self._graphs or budget in self._failed
 
-    def graph(self, budget: int) -> Graph:
+    def graph(self, budget: int) -> torch.cuda.CUDAGraph:
         """The captured graph of a `ready` budget, for measuring."""
         return self._graphs[budget]
 

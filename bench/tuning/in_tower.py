@@ -20,7 +20,6 @@ from fusedvit.kernels.tuning_table import Entry, Table
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
 from fusedvit.model.items import Item
-from fusedvit.model.merger_overlap import IN_LINE, SideStream
 from fusedvit.model.ops import ops_for
 from fusedvit.model.param_names import buffer_shapes, parameter_shapes
 from fusedvit.model.plan import EncoderPlan, plan_for, tasks
@@ -48,7 +47,7 @@ class WholeTower:
             return random if bound is None else random.fill_(bound)
 
         self._weights = prepare(self.spec, family.names, source)
-        self._side: SideStream = CapturedSideStream(device) if device.type == "cuda" else IN_LINE
+        self._side = CapturedSideStream(device) if device.type == "cuda" else None
 
     def plan(self, rows: int, entries: Sequence[Entry]) -> EncoderPlan:
         """The plan for `rows` patch tokens by `entries`, and by the heuristics for operations without an entry."""

@@ -1,7 +1,8 @@
 """The memory of an encoder run, allocated once for given capacities and never resized."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -84,10 +85,6 @@ class OverlapBuffers:
     inner: torch.Tensor
     normalised: torch.Tensor
 
-    def part(self, tokens: int) -> "OverlapBuffers":
-        """Views for `tokens` tokens."""
-        return OverlapBuffers(self.hidden[:, :tokens], self.stats, self.inner, self.normalised[:tokens])
-
 
 @dataclass(frozen=True)
 class EncoderBuffers:
@@ -125,34 +122,12 @@ class EncoderBuffers:
         """A view `[rows, cols]` of `wide` with rows `row_pitch` apart, after `rows` rows of `after` columns."""
         return rows_over(self.wide[rows * row_pitch(after, self.wide.dtype) :], rows, cols)
 
-    def part(self, capacity: Capacity, merge_unit: int, overlap: bool = False) -> "EncoderBuffers":
-        """Views of the beginning of every buffer, for a smaller capacity; `overlap` is included if asked for."""
-        tokens, meta = capacity.tokens, self.meta
-        return EncoderBuffers(
-            pixels=self.pixels[:tokens],
-            grid=self.grid[: capacity.items],
-            row_counts=self.row_counts,
-            meta=Metadata(
-                counts=meta.counts,
-                rope=meta.rope[:tokens],
-                packed_cos_sin=meta.packed_cos_sin[:tokens],
-                tap_index=meta.tap_index[:tokens],
-                tap_weight=meta.tap_weight[:tokens],
-                cu_seqlens=meta.cu_seqlens[: capacity.frames + 1],
-                tiles=meta.tiles[: capacity.tiles],
-                order=meta.order[: tokens // merge_unit],
-                window_cu_seqlens=meta.window_cu_seqlens[: capacity.windows + 1],
-                window_tiles=meta.window_tiles[: capacity.window_tiles],
-                short_tiles=meta.short_tiles[: capacity.short_tiles],
-            ),
-            hidden=self.hidden[:tokens],
-            wide=self.wide,
-            context=self.context[:tokens],
-            stats=self.stats,
-            merged=tuple(plane[: tokens // merge_unit] for plane in self.merged),
-            scratch=self.scratch,
-            overlap=self.overlap.part(tokens) if overlap and self.overlap is not None else None,
-        )
+    def part(self, spec: VisionSpec, capacity: Capacity, overlapped: int = 0) -> "EncoderBuffers":
+        """Views of the beginning of every tensor, for a smaller capacity and `overlapped` mergers."""
+        overlap = overlapped, capacity.tokens
+        like = allocate(spec, capacity, self.hidden.dtype, torch.device("meta"), overlap=overlap)
+        part: EncoderBuffers = _beginning(self, like)
+        return part
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by name; nested ones as "meta.tiles", "overlap.stats", "merged.0"."""
@@ -164,6 +139,17 @@ class EncoderBuffers:
     def held_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors().values())
+
+
+def _beginning(whole: Any, like: Any) -> Any:
+    """`whole`, a tensor, a tuple or a record of these, with every tensor cut to its shape in `like`."""
+    if whole is None or like is None:
+        return None
+    if isinstance(whole, torch.Tensor):
+        return whole[tuple(map(slice, like.shape))]
+    if isinstance(whole, tuple):
+        return tuple(map(_beginning, whole, like))
+    return replace(whole, **{name: _beginning(value, vars(like)[name]) for name, value in vars(whole).items()})
 
 
 def allocate(

@@ -16,7 +16,7 @@ from fusedvit.kernels.epilogue import Epilogue, HeadNorm, NormFold, Rope, RowSta
 from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
 from fusedvit.kernels.norms import NOTHING, After, NextNorm
 from fusedvit.model.buffers import EncoderBuffers, OverlapBuffers, rows_over
-from fusedvit.model.merger_overlap import BLOCKS, IN_LINE, SideStream
+from fusedvit.model.merger_overlap import BLOCKS, SideStream
 from fusedvit.model.ops import Ops
 from fusedvit.model.plan import EncoderPlan
 from fusedvit.model.spec import VisionSpec
@@ -155,7 +155,7 @@ def encode(
     buffers: EncoderBuffers,
     ops: Ops,
     plan: EncoderPlan,
-    side: SideStream = IN_LINE,
+    side: SideStream | None = None,
     rehearsal: bool = False,
 ) -> EncoderOutputs:
     """Runs the tower on `buffers.pixels` and `buffers.grid`.
@@ -166,17 +166,19 @@ def encode(
         buffers: inputs filled; every other field is overwritten.
         ops: the table of operations.
         plan: launch configurations; statistics are written per tile of their widths.
-        side: where mergers of `plan.overlap` are launched, if `buffers` has room for them; else they run in line.
+        side: where mergers of `plan.overlap` are launched, if `buffers` has room for them; else, or if None, they run
+            in line.
         rehearsal: run only `distinct_blocks`, which launch every kernel; the outputs are meaningless.
     """
     numbers = distinct_blocks(spec, weights, plan) if rehearsal else range(len(weights.blocks))
     run = _Run(spec, weights, buffers, ops, plan, numbers)
     ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
     try:
-        _blocks(run, side if buffers.overlap is not None else IN_LINE)
+        _blocks(run, side if buffers.overlap is not None else None)
         _tail(run)
     finally:
-        side.join()
+        if side is not None:
+            side.join()
     return EncoderOutputs(buffers.hidden, buffers.merged)
 
 
@@ -202,7 +204,7 @@ def has_merger_overlapped(spec: VisionSpec, plan: EncoderPlan, block: int) -> bo
     return any(0 < block - spec.deepstack[m] <= BLOCKS for m in plan.overlapped)
 
 
-def _blocks(run: _Run, side: SideStream) -> None:
+def _blocks(run: _Run, side: SideStream | None) -> None:
     """Patch embedding, blocks and deepstack mergers. Blocks that a merger is overlapped with use fewer programs."""
     overlapped = replace(run, plan=run.plan.of_overlapped_block())
     stream = _patch_embed(run)
@@ -217,7 +219,7 @@ def _blocks(run: _Run, side: SideStream) -> None:
         if i not in run.spec.deepstack:
             continue
         merger = functools.partial(_deepstack, run, i, stream)
-        if run.spec.deepstack.index(i) in run.plan.overlapped:
+        if side is not None and run.spec.deepstack.index(i) in run.plan.overlapped:
             side.fork(merger)
         else:
             merger()

@@ -40,19 +40,6 @@ class SideStream(Protocol):
         """Makes later launches wait for every fork."""
 
 
-class InLine:
-    """No second stream: a fork's launches run in line."""
-
-    def fork(self, launches: Callable[[], None]) -> None:
-        launches()
-
-    def join(self) -> None:
-        pass
-
-
-IN_LINE = InLine()
-
-
 @dataclass(frozen=True)
 class MergerOverlap:
     """How deepstack mergers are overlapped with blocks.

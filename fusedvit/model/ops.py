@@ -98,38 +98,24 @@ class Ops:
     store_outputs: Callable[..., None]
 
 
-TRITON = Ops(
-    "triton",
-    metadata.vision_metadata,
-    linear,
-    attention,
-    norms.layer_norm,
-    norms.gather_rows,
-    norms.head_norm_rope,
-    norms.residual_norm,
-    norms.pool_rows,
-    fingerprint.fingerprint,
-    load_inputs.load_inputs,
-    load_inputs.patch_grid,
-    load_inputs.load_patches,
-    store_outputs.store_outputs,
-)
-TORCH = Ops(
-    "torch",
-    metadata_ref.vision_metadata,
-    linear_ref.linear,
-    attention_ref.attention,
-    norms_ref.layer_norm,
-    norms_ref.gather_rows,
-    norms_ref.head_norm_rope,
-    norms_ref.residual_norm,
-    norms_ref.pool_rows,
-    fingerprint_ref.fingerprint,
-    load_inputs_ref.load_inputs,
-    load_inputs_ref.patch_grid,
-    load_inputs_ref.load_patches,
-    store_outputs_ref.store_outputs,
-)
+# Operation -> its kernels' host function, and its torch reference.
+_OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "vision_metadata": (metadata.vision_metadata, metadata_ref.vision_metadata),
+    "linear": (linear, linear_ref.linear),
+    "attention": (attention, attention_ref.attention),
+    "layer_norm": (norms.layer_norm, norms_ref.layer_norm),
+    "gather_rows": (norms.gather_rows, norms_ref.gather_rows),
+    "head_norm_rope": (norms.head_norm_rope, norms_ref.head_norm_rope),
+    "residual_norm": (norms.residual_norm, norms_ref.residual_norm),
+    "pool_rows": (norms.pool_rows, norms_ref.pool_rows),
+    "fingerprint": (fingerprint.fingerprint, fingerprint_ref.fingerprint),
+    "load_inputs": (load_inputs.load_inputs, load_inputs_ref.load_inputs),
+    "patch_grid": (load_inputs.patch_grid, load_inputs_ref.patch_grid),
+    "load_patches": (load_inputs.load_patches, load_inputs_ref.load_patches),
+    "store_outputs": (store_outputs.store_outputs, store_outputs_ref.store_outputs),
+}
+TRITON = Ops("triton", **{name: kernel for name, (kernel, _) in _OPERATIONS.items()})
+TORCH = Ops("torch", **{name: reference for name, (_, reference) in _OPERATIONS.items()})
 
 
 def ops_for(device: torch.device) -> Ops:

@@ -24,7 +24,7 @@ from fusedvit.kernels.metadata import Layout
 from fusedvit.kernels.tile_configs import DENSE, Target
 from fusedvit.model.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
-from fusedvit.model.merger_overlap import IN_LINE, SideStream
+from fusedvit.model.merger_overlap import SideStream
 from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.plan import EncoderPlan, known_plan
 from fusedvit.model.spec import VisionSpec
@@ -68,7 +68,7 @@ class CapturedEncoder:
         self._device = device
         self._weights = weights
         self._planner = planner
-        self._side = side or (CapturedSideStream(device) if device.type == "cuda" else IN_LINE)
+        self._side = side or (CapturedSideStream(device) if device.type == "cuda" else None)
         self._whole: EncoderBuffers | None = None
         self.buffers: Callable[[int], EncoderBuffers] = _not_allocated
         self._plans: dict[int, EncoderPlan] = {}
@@ -93,8 +93,8 @@ class CapturedEncoder:
             self._grid_slots = torch.zeros(slots, limits.max_items, 3, dtype=torch.int32, device=self._device)
         self._plans = plans
         self._max_frames = limits.max_frames
-        whole = self._whole
-        self.buffers = functools.cache(lambda b: whole.part(capacities[b], unit, bool(plans[b].overlapped)))
+        whole, spec = self._whole, self._spec
+        self.buffers = functools.cache(lambda b: whole.part(spec, capacities[b], len(plans[b].overlapped)))
 
     def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
         target, unit = Target.of(self._device), self._spec.merge_unit

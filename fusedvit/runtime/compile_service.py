@@ -187,28 +187,29 @@ class CompileService:
             self.give_up("Python does not say where its own program is: sys.executable is empty")
             return
         try:
-            process, answers = self._program()
+            process = self._program()
         except OSError as error:
             if is_of_handler(error):
                 raise
             self.give_up(f"{type(error).__name__}: {error}", for_now=True)
             return
         outbox: SimpleQueue[Request | None] = SimpleQueue()
-        listening = self.thread(partial(self._listen, process, outbox, answers), "fusedvit-compile")
-        if listening is None or self.thread(partial(self._write, process, outbox), "fusedvit-send") is None:
-            _abandon(process, answers if listening is None else None)
+        works = {"fusedvit-compile": self._listen, "fusedvit-send": self._write}
+        if not all(self.thread(partial(work, process, outbox), name) for name, work in works.items()):
+            with process:  # closes its pipes, and waits for it
+                process.kill()
             return
         self._process, self._outbox = process, outbox
         for request in {id(request): request for request in self._waiting.values()}.values():
             self._send(request)
 
-    def _program(self) -> tuple["subprocess.Popen[bytes]", int]:
-        """Starts the program. Returns it and the descriptor from which its answers are read. Raises OSError."""
+    def _program(self) -> "subprocess.Popen[bytes]":
+        """Starts the program; `stdout` of what is returned has its answers. Raises OSError."""
         if not self._scratch:
             self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
-        answers, theirs = _pipe()  # not its standard output: what is imported there may print
+        ours, theirs = _pipe()  # not its standard output: what is imported there may print
         with open(theirs, "wb"), contextlib.ExitStack() as undo:
-            undo.callback(os.close, answers)
+            answers = undo.enter_context(open(ours, "rb"))
             process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs)],
                 stdin=subprocess.PIPE,
@@ -220,7 +221,8 @@ class CompileService:
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
             undo.pop_all()
-        return process, answers
+        process.stdout = answers
+        return process
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -248,8 +250,9 @@ class CompileService:
                 if request is None:
                     return
 
-    def _listen(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]", answers: int) -> None:
-        with contextlib.suppress(ValueError, OSError), open(answers, "rb") as lines:
+    def _listen(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]") -> None:
+        assert process.stdout is not None, "started with a pipe"
+        with contextlib.suppress(ValueError, OSError), process.stdout as lines:
             for line in lines:
                 self._hear(json.loads(line))
         process.wait()
@@ -313,16 +316,6 @@ def _pipe() -> tuple[int, int]:
     finally:
         for end in ends:
             os.close(end)
-
-
-def _abandon(process: "subprocess.Popen[bytes]", answers: int | None) -> None:
-    """Ends a program whose start failed half way, and closes `answers` if no thread reads from it."""
-    process.kill()
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-    if answers is not None:
-        os.close(answers)
 
 
 def _cache_folder() -> str:

@@ -11,7 +11,6 @@ from fusedvit.families.registry import family_of
 from fusedvit.graphs.capture import CudaCapture
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
-from fusedvit.model.merger_overlap import IN_LINE
 from fusedvit.model.ops import TRITON
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
@@ -44,7 +43,7 @@ class Overlapped:
         self.grid, self.rows = grid, tokens(grid)
         self.budget = -(-self.rows // spec.merge_unit)
         self.encoder = CapturedEncoder(spec, TRITON, DTYPE, DEVICE, lambda: weights)
-        self.in_line = CapturedEncoder(spec, TRITON, DTYPE, DEVICE, lambda: weights, IN_LINE)
+        self.in_line = CapturedEncoder(spec, TRITON, DTYPE, DEVICE, lambda: weights)  # outside a capture
         limits = check_limits((self.budget,), 8, 64)
         self.manager = GraphManager(limits, self.encoder, CudaCapture(DEVICE))
         assert self.manager.ready(self.budget)

@@ -587,6 +587,15 @@ def test_progress_that_waits_for_a_thread(name: str) -> None:
     assert handle.state() == ("unfused" if name == "unfuse" else "fused")
 
 
+def test_a_warmup_for_calls_captures_their_budgets_the_largest_first() -> None:
+    handle, seen = fusedvit.fuse(tower := tiny_tower()), list[int]()
+    with graphs_on_cpu(handle, check_limits((4, 16, 64), 4, 8)) as graphs:
+        handle.warmup(lambda budgets: seen.extend(budgets) or seen, calls=[[(1, 4, 4)], GRIDS["mix"], [(1, 4, 4)]])
+        assert seen == [64, 4] and graphs.manager.stats.captures == 2 and not graphs.manager.is_settled(16)
+        Call.of(tower, [(1, 8, 8)]).run(tower)
+        assert graphs.manager.stats.captures == 3, "a budget that was left out is captured by its first call"
+
+
 def test_a_handle_that_is_known_is_returned_in_nobodys_turn() -> None:
     tower = tiny_tower()
     handle, found = fusedvit.fuse(tower), []

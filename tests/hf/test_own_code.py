@@ -23,7 +23,6 @@ import fusedvit
 from fusedvit.checks import as_built, fallback
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import OwnCode
-from fusedvit.checks.own_code.operators import operators_in
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import is_builtin
 from fusedvit.checks.source_code import definition_of
@@ -601,21 +600,6 @@ def test_functions_added_to_a_class_that_nothing_calls() -> None:
     ):
         call.run(tower)
     assert (handle.stats()["fused"], handle.stats()["refreshes"]) == (2, 1)
-
-
-OPERATORS = {
-    "a + b": "__add__", "a - b": "__rsub__", "a *= b": "__imul__", "a / b": "__truediv__", "a // b": "__floordiv__",
-    "a % b": "__mod__", "a ** b": "__pow__", "a @ b": "__matmul__", "a & b": "__and__", "a | b": "__or__",
-    "a ^ b": "__xor__", "a << b": "__lshift__", "a >> b": "__rshift__", "a <= b": "__le__", "a == b": "__eq__",
-    "a[b]": "__getitem__", "a[1:b]": "__getitem__", "a[b] = 1": "__setitem__", "a[1:b] = 1": "__setitem__",
-    "-a": "__neg__", "~a": "__invert__", "b in a": "__contains__", "[*a]": "__iter__", "b, c = a": "__iter__",
-    "for b in a: pass": "__iter__",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", OPERATORS)
-def test_operators_are_found_whatever_python_calls_their_instructions(text: str) -> None:
-    assert OPERATORS[text] in {*operators_in(compile(text, "", "exec"))}
 
 
 def test_every_builtin_is_pythons_and_what_replaces_one_is_not() -> None:

@@ -66,7 +66,7 @@ def buffers_for(encoder: Encoder, grid: Grid, mergers: int) -> EncoderBuffers:
 
 
 def outputs(
-    encoder: Encoder, buffers: EncoderBuffers, plan: EncoderPlan, side: SideStream, ops: Ops = TORCH
+    encoder: Encoder, buffers: EncoderBuffers, plan: EncoderPlan, side: SideStream | None, ops: Ops = TORCH
 ) -> Outputs:
     with torch.no_grad():
         made = encode(encoder.spec, encoder.weights, buffers, ops, plan, side)

@@ -15,7 +15,7 @@ from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.model.buffers import EncoderBuffers
 from fusedvit.model.encoder import encode
-from fusedvit.model.merger_overlap import IN_LINE, MERGER_SHARE
+from fusedvit.model.merger_overlap import MERGER_SHARE
 from fusedvit.model.ops import TORCH, Ops
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
@@ -56,12 +56,12 @@ def test_when_a_merger_runs_changes_no_bit(encoder: Encoder, name: str, grid: Gr
     plan = overlapping(encoder.plan(patches_of(grid)), OVERLAPS[name])
     pixels = pixels_for(vision_tower(), grid)
     answers = []
-    for side in (IN_LINE, Late(1), Late()):
+    for side in (None, Late(1), Late()):
         for room in (len(plan.overlapped), 0):  # without memory of their own they are in line, whatever the stream
             buffers = buffers_for(encoder, grid, room)
             encoder.load(buffers, grid, pixels)
             answers.append(outputs(encoder, buffers, plan, side))
-        assert side is IN_LINE or side.forks == len(plan.overlapped)
+        assert side is None or side.forks == len(plan.overlapped)
     assert all(bool(answer["merged"].isfinite().all()) for answer in answers)
     for answer in answers[1:]:
         assert_bitwise(answer, answers[0])

@@ -42,7 +42,7 @@ def test_only_captured_budgets_are_replayed_before_the_grid_is_read(case: Case) 
 
 
 def test_other_layouts_of_the_same_totals_and_new_totals(case: Case) -> None:
-    case[2].manager.warmup(only=[16])
+    case[2].manager.ready(16)
     notes = speculated(case)
     for grid in ([(1, 6, 4), (2, 4, 4)], [(2, 4, 4), (1, 4, 6)], [(1, 14, 4)], [(1, 4, 4)], GRID, [(5, 2, 2)]):
         assert right(case, grid)
@@ -52,7 +52,8 @@ def test_other_layouts_of_the_same_totals_and_new_totals(case: Case) -> None:
 
 def test_a_video_over_the_frame_budget_is_a_misprediction(case: Case) -> None:
     """Nine frames are over the limit of eight: as many tokens as an image that goes whole."""
-    case[2].manager.warmup(only=[16, 4])
+    case[2].manager.ready(16)
+    case[2].manager.ready(4)
     video, image = [(9, 2, 2)], [(1, 2, 18)]
     assert right(case, video)
     stats = case[2].manager.stats
@@ -72,7 +73,7 @@ def test_a_replay_of_another_budget_than_the_plan_is_dropped(case: Case) -> None
 
 
 def test_items_without_frames_are_mispredictions_and_right(case: Case) -> None:
-    case[2].manager.warmup(only=[16])
+    case[2].manager.ready(16)
     for grid in ([(0, 4, 4), *GRID], [(0, 2**40, 2), *GRID]):
         assert right(case, grid)
     assert case[2].manager.stats.mispredictions == 2
@@ -233,7 +234,7 @@ def test_bad_grids_on_the_host_launch_nothing(case: Case, grid: Any) -> None:
 def test_more_grids_than_there_is_room_for(case: Case) -> None:
     """A slot for a grid is used again; the grids in it before are forgotten."""
     tower, handle, graphs = case
-    graphs.manager.warmup()
+    handle.warmup(iter)
     encoder = graphs.encoder
     encoder._grid_slots = encoder._grid_slots[:2].clone()
     encoder._grids = {}
@@ -381,7 +382,7 @@ OTHER_MEMORY = {  # value and memory differ
 def test_kernels_get_memory_that_holds_the_values(case: Case, kind: str, which: str, graphs: bool) -> None:
     """They go by addresses: a negative view would be read unnegated, zeros without memory nowhere."""
     tower, handle, captured = case
-    captured.manager.warmup(only=[16])
+    captured.manager.ready(16)
     pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
     given = {"pixels": pixels, "grid": grid} | {which: OTHER_MEMORY[kind](pixels if which == "pixels" else grid)}
     if (which, kind) in (("grid", "zeros"), ("grid", "overlapping")):
@@ -430,7 +431,7 @@ def note_inputs(captured: Any, seen: list[torch.Tensor]) -> None:
 )
 def test_no_replay_is_begun_for_what_has_no_addresses(case: Case, change: Any, which: int) -> None:
     tower, _, captured = case
-    captured.manager.warmup(only=[16])
+    captured.manager.ready(16)
     notes, given = speculated(case), [Call.of(tower, GRID).pixels, torch.tensor(GRID)]
     given[which] = change(given[which].clone())
     with pytest.raises(ValueError, match=r"^fusedvit: (pixel_values|grid_thw) must"):

@@ -4,7 +4,6 @@ Each must be torch's own. If such a function is written in Python, the C functio
 followed too.
 """
 
-from collections.abc import Iterable
 from types import FunctionType, MethodDescriptorType, ModuleType
 
 import torch
@@ -22,6 +21,9 @@ from fusedvit.checks.source_code import names_in, wrapped_by
 from fusedvit.families.engine import Engine
 
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+_OTHERS = ["lt", "le", "eq", "ne", "gt", "ge", "getitem", "setitem", "neg", "invert", "iter", "contains"]
+_OPERATORS = [*(f"__{side}{name}__" for name in _BINARY for side in ("", "r", "i")), *(f"__{n}__" for n in _OTHERS)]
 _OPERATORS_OF_C = {"__neg__": "neg", "__pos__": "positive", "__abs__": "abs", "__itruediv__": "__idiv__"}
 _AROUND_C = ("torch.functional", "torch.nn.functional", "torch._tensor")  # modules of Python wrappers of C functions
 
@@ -34,9 +36,10 @@ class TorchNames:
         self._engine = engine
         self._inside: set[int] = set()  # functions that were followed
 
-    def follow_operators(self, used: Iterable[str]) -> None:
-        """Follows the methods of tensors that operators call."""
-        for name in sorted({*used}):
+    def follow_operators(self) -> None:
+        """Follows the methods of tensors that operators call, whether code uses these operators or not: its bytecode
+        would tell, in other instructions for each version of Python."""
+        for name in _OPERATORS:
             self._follow_tensor(name)
 
     def follow(self, mentioned: set[str]) -> None:

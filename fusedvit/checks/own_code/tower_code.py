@@ -21,7 +21,6 @@ from fusedvit.checks.own_code.instances import (
     follow_ours,
 )
 from fusedvit.checks.own_code.operations import follow_operations
-from fusedvit.checks.own_code.operators import operators_in
 from fusedvit.checks.own_code.registries import follow_registries
 from fusedvit.checks.own_code.torch_names import TorchNames
 from fusedvit.checks.own_code.walk import CodeWalk
@@ -48,7 +47,7 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     follow_registries(walk, plain.modules.values())
     follow_classes(walk, plain)
     found = walk.found
-    walk.torch_names.follow_operators(o for f in found.functions.values() for o in operators_in(f.__code__))
+    walk.torch_names.follow_operators()
     follow_ours(walk, tower)
     ours = _fused_code(engine)
     on_cpu = next(tower.parameters()).device.type == "cpu"
@@ -83,14 +82,13 @@ def _fused_code(engine: Engine) -> Findings:
     """The torch functions and methods that fusedvit's own operations use, which can be replaced like the tower's."""
     torch_names = TorchNames(Findings(), engine)
     loaded = tuple(sys.modules)  # a copy: another thread may import a module meanwhile
-    names, operators = _names_of_ours(tuple(sorted(name for name in loaded if name.startswith(_OURS))))
-    torch_names.follow({*names})
-    torch_names.follow_operators(operators)
+    torch_names.follow({*_names_of_ours(tuple(sorted(name for name in loaded if name.startswith(_OURS))))})
+    torch_names.follow_operators()
     return torch_names.found
 
 
 @lru_cache(maxsize=4)
-def _names_of_ours(modules: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names that the code of fusedvit's `modules` mentions, and the methods that its operators call."""
+def _names_of_ours(modules: tuple[str, ...]) -> frozenset[str]:
+    """Names that the code of fusedvit's `modules` mentions."""
     codes = [code for code in map(code_of, map(sys.modules.__getitem__, modules)) if code is not None]
-    return frozenset().union(*map(names_in, codes)), frozenset(o for code in codes for o in operators_in(code))
+    return frozenset().union(*map(names_in, codes))

@@ -23,7 +23,7 @@ class Kept:
 
 
 class CpuCapture:
-    """Implements `graphs.capture.Capture`."""
+    """Has the methods of `graphs.capture.CudaCapture`."""
 
     def capture(self, run: Callable[[], None]) -> Kept:
         run()

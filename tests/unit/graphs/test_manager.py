@@ -108,6 +108,11 @@ def batch(budget: int) -> Batch:
     return Batch(budget, (Piece(item=0, first_frame=0, frames=1, tokens=3),))
 
 
+def capture_all(manager: GraphManager) -> None:
+    for budget in reversed(LIMITS.token_budgets):
+        manager.ready(budget)
+
+
 def replay(manager: GraphManager, log: Log, budget: int = 16) -> bool:
     return manager.replay(batch(budget), lambda _: log.add("load"), lambda _: log.add("unload"))
 
@@ -120,12 +125,10 @@ def budget_of_a_replay(manager: GraphManager, budget: int) -> int | None:
     return loaded[0] if loaded else None
 
 
-def test_warmup_captures_the_largest_first_and_replays_in_order() -> None:
+def test_a_replay_launches_in_order() -> None:
     log = Log()
     manager, _, _ = make(log)
-    manager.warmup()
-    captured = [e for e in log.events if e.startswith("rehearse")]
-    assert captured == ["rehearse 64", "rehearse 16", "rehearse 4"]
+    capture_all(manager)
     log.events.clear()
     assert replay(manager, log)
     assert log.events == ["load", "replay", "unload"]
@@ -202,7 +205,7 @@ def test_a_failed_budget_gives_its_work_to_the_next_larger_graph(caplog: pytest.
     log = Log("run 4")
     manager, _, _ = make(log)
     with caplog.at_level(logging.WARNING, "fusedvit"):
-        manager.warmup()
+        capture_all(manager)
     assert "token budget 4, whose batches replay that of 16" in caplog.text
     assert not manager.ready(4)
     assert budget_of_a_replay(manager, 4) == 16 and budget_of_a_replay(manager, 64) == 64
@@ -269,7 +272,7 @@ def test_a_failure_is_dealt_with_after_what_it_held_is_gone() -> None:
 def test_an_error_in_a_replay_frees_the_buffers_for_the_next(where: str) -> None:
     log = Log()
     manager, _, capture = make(log)
-    manager.warmup()
+    capture_all(manager)
     log.fail_at = len(log.events) + 1 + ["load", "replay", "unload"].index(where)
     with pytest.raises(RuntimeError, match=f"injected at {where}"):
         replay(manager, log)
@@ -304,7 +307,7 @@ def test_replays_of_other_threads_wait() -> None:
 def test_release_gives_everything_back_and_the_next_use_captures_again() -> None:
     log = Log()
     manager, _, capture = make(log)
-    manager.warmup()
+    capture_all(manager)
     graphs = list(capture.graphs)
     assert manager.held_bytes() == 130
     manager.release()
@@ -315,16 +318,8 @@ def test_release_gives_everything_back_and_the_next_use_captures_again() -> None
 def test_dropping_graphs_keeps_the_buffers() -> None:
     log = Log()
     manager, program, capture = make(log)
-    manager.warmup()
+    capture_all(manager)
     manager.drop_graphs()
     assert program.allocated and not any(graph.alive for graph in capture.graphs)
     assert replay(manager, log)
     assert log.events.count("allocate") == 1
-
-
-def test_warmup_of_some_budgets_leaves_the_others_to_their_first_call() -> None:
-    log = Log()
-    manager, _, _ = make(log)
-    manager.warmup(only={4, 16, 5})  # 5 is none of the budgets
-    assert [e for e in log.events if e.startswith("rehearse")] == ["rehearse 16", "rehearse 4"]
-    assert replay(manager, log, 64) and manager.stats.captures == 3
