@@ -40,7 +40,7 @@ from fusedvit.pixels.processors import (
     swap,
     swapped_in,
 )
-from fusedvit.runtime.compiled_kernels import take
+from fusedvit.runtime.compiled_kernels import enter_kernels
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -156,7 +156,7 @@ def _fuse(tower: nn.Module, config: FuseConfig, processor: Any) -> FusedEncoder:
         tower.__dict__[HANDLE] = handle
         _set_class(tower, _with_base(type(tower), original, fused))
         handle.check_reached(config.strict)
-        take(handle.weights.first_parameter().device)
+        enter_kernels(handle.weights.first_parameter().device)
         handle.check_early()
         if processor is not None:
             _take_bytes(handle, processor)

@@ -15,7 +15,7 @@ from fusedvit.checks.forward_hooks import marks_for_gradients
 from fusedvit.config import FuseConfig, takes_config
 from fusedvit.errors import Reason, first_line
 from fusedvit.forks import is_held, renew_in_children
-from fusedvit.fused_encoder import FusedEncoder, rows_of
+from fusedvit.fused_encoder import FusedEncoder, rows_of_record
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs.gradients import with_gradients
@@ -23,7 +23,7 @@ from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
 from fusedvit.runtime.runner import on_device
-from fusedvit.tower_copies import Ran, TowerCopy, stream_on
+from fusedvit.tower_copies import Outcome, TowerCopy, stream_on
 
 _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]  # where the result goes, a function and its arguments
 MOST_RUNS = 3  # runs of a call during which the tower changes, before it runs on the tower's own GPU alone
@@ -99,10 +99,10 @@ class DataParallelEncoder:
             self._handle.count(None)
             raise
         if found is None:
-            return rows_of(self._tower(pixel_values, grid, return_dict=True))
+            return rows_of_record(self._tower(pixel_values, grid, return_dict=True))
         self._handle.count(found.ended)
         if found.rows is None:
-            return rows_of(call_original(self._tower, pixel_values, grid, return_dict=True))
+            return rows_of_record(call_original(self._tower, pixel_values, grid, return_dict=True))
         return with_gradients([found.rows])[0] if marks_for_gradients(self._tower) else found.rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -144,7 +144,7 @@ class DataParallelEncoder:
             self._lock, self._synced = threading.RLock(), -1
         self._threads, self._under_way = _Threads(len(self._copies)), set()
 
-    def _over_devices(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Ran | None:
+    def _over_devices(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Outcome | None:
         """Runs a call until all of its shares ran on the same weights; returns None if the tower must run it alone."""
         for _ in range(MOST_RUNS):
             copies = self._copies
@@ -158,18 +158,18 @@ class DataParallelEncoder:
             finally:
                 wait(begun.others)  # also if the tower raises: no copy still runs after the call
             if isinstance(own, Reason):
-                return Ran(None, own)
+                return Outcome(None, own)
             others = [other.result() for other in begun.others]
             if self._handle.weights.version == begun.version:
-                return self._gathered(grid, shares, [Ran(side_by_side(own.outputs, self._handle.spec)), *others])
+                return self._gathered(grid, shares, [Outcome(side_by_side(own.outputs, self._handle.spec)), *others])
         return None
 
-    def _gathered(self, grid: torch.Tensor, shares: list[Share], parts: list[Ran]) -> Ran:
+    def _gathered(self, grid: torch.Tensor, shares: list[Share], parts: list[Outcome]) -> Outcome:
         """Joins the rows of all shares. The call counts as fused if all shares were."""
         ran = [shares[0], *(share for share in shares[1:] if share.pieces)]
         rows = in_order(ran, [part.rows for part in parts if part.rows is not None])
         reason = next((part.ended for part in parts if isinstance(part.ended, Reason)), None)
-        return Ran(rows, reason or list(map(Item._make, grid.tolist())))
+        return Outcome(rows, reason or list(map(Item._make, grid.tolist())))
 
     def _begin(self, copies: tuple[TowerCopy, ...], works: list[tuple[Any, ...]]) -> "_Begun | None":
         """Starts work on the copies once they are up to date; returns None if they cannot be.
@@ -199,7 +199,7 @@ class DataParallelEncoder:
         if version != self._synced and weights.host_unchanged():  # a changed tower must be judged first
             wait(tuple(self._under_way))
             for copied in self._copies:
-                copied.take(self._tower)
+                copied.update_from(self._tower)
             self._synced = version
         return version == self._synced
 

@@ -32,7 +32,7 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.pauses import Pause
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.folded_normalizations import FoldedNormalizations
-from fusedvit.prepared_tower import CAPTURING, CannotPrepare, PreparedTower, Progress
+from fusedvit.prepared_tower import INSIDE_CAPTURE, CannotPrepare, PreparedTower, Progress
 from fusedvit.runtime import speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.compile_service import service_of
@@ -109,8 +109,8 @@ class FusedEncoder:
         self.prepared = PreparedTower(spec, config, self._source, known)
         self.weights = self.prepared.weights
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))  # last: `_end_of` needs the rest
-        self._stands_for: Callable[[], nn.Module | None] = self._tower
-        self._judge: Callable[[], Reason | None] | None = None  # of the tower that this one stands for
+        self._served_tower: Callable[[], nn.Module | None] = self._tower
+        self._judge_sharded: Callable[[], Reason | None] | None = None  # of a sharded tower that this handle serves
         renew_in_children(self)
 
     # a call
@@ -156,7 +156,7 @@ class FusedEncoder:
             return Reason(fallback.INTERRUPTING)
         try:
             self._calling.add(mine)  # within `try`, as an interrupt may follow
-            pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
+            pixels = self.normalizations.encoder_input(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
             reason = transforms.active(pixels, grid_thw)
             if self._tower() is not tower:
                 what = f"this {type(tower).__name__} is a copy of the one that was fused"
@@ -165,8 +165,8 @@ class FusedEncoder:
                 return reason
             runtime = self.prepared.runtime if self._ran_fused else None  # after one fallback the next call mostly does
             replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
-            called = self._stands_for() or tower
-            reason = fallback.reason_of_call(called, pixel_values, grid_thw, extra) or self._pause.take()
+            called = self._served_tower() or tower
+            reason = fallback.reason_of_call(called, pixel_values, grid_thw, extra) or self._pause.skip_call()
             found = reason or self._attempt_as_ready(pixels, grid_thw, replay, marked)
         finally:
             self._calling.discard(mine)  # first, as an interrupt may follow
@@ -205,10 +205,10 @@ class FusedEncoder:
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
     ) -> Attempt | Reason:
         """Runs a call, or returns the reason why it cannot run fused, including kernels that are not compiled yet."""
-        before = self.weights.prepared
+        before = self.weights.preparations
         try:
             found = self._attempt_until_unchanged(pixels, grid_thw, replay, marked)
-            self._note_preparations(found, self.weights.prepared != before)
+            self._note_preparations(found, self.weights.preparations != before)
         except (KernelsNotReady, KernelFailed) as why:
             return Reason(fallback.NOT_READY, str(why))
         return found
@@ -236,7 +236,7 @@ class FusedEncoder:
                     found = self._attempt_often(inputs, None, most_alone, prepared.prepare_now)
         if found is None:
             runs = most + most_alone
-            found = Reason(fallback.CHANGING, f"other weights after each of {runs} runs than before it")
+            found = Reason(fallback.CHANGED_DURING_CALL, f"other weights after each of {runs} runs than before it")
         return found
 
     def _attempt_often(
@@ -258,7 +258,9 @@ class FusedEncoder:
         version = self.weights.version if replay is None else replay.weights_version
         try:
             runtime = self.prepared.runtime_on(self.weights.first_parameter())
-            check_content = self._judge is None and self.checks_content() and runtime.no_graphs != CAPTURING
+            check_content = (
+                self._judge_sharded is None and self.checks_content() and runtime.no_graphs != INSIDE_CAPTURE
+            )
             return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
@@ -282,13 +284,13 @@ class FusedEncoder:
         if self.prepared.config.strict:
             return
         each = self._pause.prepares(self.weights.changes)
-        if isinstance(found, Reason) and found.kind == fallback.CHANGING:
+        if isinstance(found, Reason) and found.kind == fallback.CHANGED_DURING_CALL:
             self._pause.begin(found)
         elif self.weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
-            self._pause.begin(Reason(fallback.REPLACED, "other objects of the same values at each call"))
+            self._pause.begin(Reason(fallback.REPLACED_BETWEEN_CALLS, "other objects of the same values at each call"))
             self.prepared.release()  # an offloaded tower is meant to hold no GPU memory
         elif each:
-            self._pause.begin(Reason(fallback.CHANGED, "new values or adapters at each call"))
+            self._pause.begin(Reason(fallback.CHANGED_BETWEEN_CALLS, "new values or adapters at each call"))
 
     def _fall_back(self, reason: Reason, strict: bool) -> None:
         """Counts a call that takes the original code.
@@ -300,7 +302,7 @@ class FusedEncoder:
             self._stats.add(raised=1)
             raise fallback.refused(self._name, reason)
         if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write without counting a version
-            tower = self._stands_for()
+            tower = self._served_tower()
             self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._stats.count_original(reason, self._name)
 
@@ -328,7 +330,7 @@ class FusedEncoder:
         state, paused = self.state(), self._pause.lasts()
         more: dict[str, Any] = {
             "state": f"paused: {paused}" if state == "fused" and paused is not None else state,
-            "refreshes": self.weights.prepared,
+            "refreshes": self.weights.preparations,
             "compiles": compiles(),
             "weights_mib": self.weights.held_bytes() / MIB,
             "copies": [{"device": str(device)} | copied.stats() for copied, device in self._living_copies()],
@@ -348,14 +350,16 @@ class FusedEncoder:
             RuntimeError: the tower is gone.
         """
         paused = self._pause.lasts() if pauses else None
-        found = bypass(self.tower) or transforms.active(None) or paused or (self._judge and self._judge())
+        found = (
+            bypass(self.tower) or transforms.active(None) or paused or (self._judge_sharded and self._judge_sharded())
+        )
         if found is not None:
             return found
         source = self._source()
         if gathers_shards(self.tower):
             return replace(source, wrong_parameters=functools.partial(wrong_parameters, shards=True)).reason()
         found = source.reason()
-        return source.refusal() if found is None and not self.weights.host_unchanged() else found
+        return source.reason_of_fp16() if found is None and not self.weights.host_unchanged() else found
 
     def report(self) -> str:
         """In at most 25 lines: what is fused, on which operations, the memory held, and why anything is not fused."""
@@ -399,9 +403,9 @@ class FusedEncoder:
         """
         self._live_tower()
         self._pause.end()
-        if self._judge is not None:
+        if self._judge_sharded is not None:
             self.weights.outdate()
-            reason = self._judge()
+            reason = self._judge_sharded()
             if reason is not None:
                 raise fallback.refused(self._name, reason)
             return
@@ -475,7 +479,7 @@ class FusedEncoder:
         """
         asked = {"return_dict": True} if self.built is None else {}  # which an engine's own `forward` does not take
         found = self._live_tower()(pixel_values, grid_thw, **asked)
-        return found if isinstance(found, torch.Tensor) else rows_of(found)
+        return found if isinstance(found, torch.Tensor) else rows_of_record(found)
 
     def graphs(self) -> TowerGraphs:
         """The tower's graphs, for measuring and testing.
@@ -502,19 +506,19 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower was freed.
         """
-        return _held(self._stands_for, self._name)
+        return _held(self._served_tower, self._name)
 
     def serves(self, tower: nn.Module) -> bool:
         """Whether this is the handle of `tower` itself, rather than of a tower that `tower` is a copy of."""
         if "_tower" not in self.__dict__:  # a copy of a handle before its `__setstate__`, which will bring `tower`
             return True
-        return self._tower() is tower or self._stands_for() is tower
+        return self._tower() is tower or self._served_tower() is tower
 
     def of_copy(self, tower: nn.Module) -> "FusedEncoder":
         """A new handle for `tower`, a copy of this handle's tower, with the same options."""
         return FusedEncoder(tower, self.family, self.spec, self.config, self.built)
 
-    def stand_for(self, tower: nn.Module, judge: Callable[[], Reason | None]) -> None:
+    def serve_sharded(self, tower: nn.Module, judge: Callable[[], Reason | None]) -> None:
         """Makes this the handle of `tower`, whose weights are shards of those that this handle's own tower has.
 
         No other code writes to this handle's own tower, so calls do not compare its content.
@@ -522,7 +526,7 @@ class FusedEncoder:
         Args:
             judge: why `tower` as it stands cannot run fused, or None. It must not keep `tower` alive.
         """
-        self._stands_for, self._judge = weakref.ref(tower), judge
+        self._served_tower, self._judge_sharded = weakref.ref(tower), judge
 
     def lead(self, copied: "FusedEncoder", device: torch.device) -> None:
         """From now on `copied` takes the options of this handle, and frees memory and ends when this one does.
@@ -622,7 +626,7 @@ class FusedEncoder:
         return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
 
 
-def rows_of(record: Any) -> torch.Tensor:
+def rows_of_record(record: Any) -> torch.Tensor:
     """The rows of Hugging Face's output `record`, `[tokens, (1 + n) * out]`: see `FusedEncoder.concatenated`."""
     rows = getattr(record, "pooler_output", None)
     rows = record.last_hidden_state if rows is None else rows

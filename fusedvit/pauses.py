@@ -38,7 +38,7 @@ class Pause:
         calls = "1 more call" if left == 1 else f"{left} more calls"
         return Reason(reason.kind, f"{reason.detail}; paused for {calls}, or until refresh()")
 
-    def take(self) -> Reason | None:
+    def skip_call(self) -> Reason | None:
         """Why this call does not try, counting it off the pause; None if it tries."""
         if self._left <= 0:
             return None

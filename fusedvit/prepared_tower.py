@@ -36,7 +36,7 @@ from fusedvit.runtime.weight_cache import WeightCache
 
 NO_GPU = "no GPU"  # why a fused call runs without graphs, as counted in `stats()`
 NO_GRAPHS = "graphs off"
-CAPTURING = "inside another capture"
+INSIDE_CAPTURE = "inside another capture"
 MOVING = "parameters move"  # as under sharding: capturing a graph for each address costs more than it saves
 MOST_MOVES = 3  # moves after which no graph is captured until `release`
 SMALL_MEMORY = 1.2  # memory held in total, as a multiple of the prepared weights
@@ -261,7 +261,7 @@ class PreparedTower:
         if known is None or known.device != device or known.dtype != dtype:
             known = self._new_runtime(device, dtype)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return replace(known, graphs=None, no_graphs=CAPTURING, compile_now=True)
+            return replace(known, graphs=None, no_graphs=INSIDE_CAPTURE, compile_now=True)
         return known
 
     def _new_runtime(self, device: torch.device, dtype: torch.dtype) -> Runtime:
@@ -270,7 +270,7 @@ class PreparedTower:
             if known is not None and known.device == device and known.dtype == dtype:
                 return known
             self._release_graphs()
-            compiled_kernels.take(device)
+            compiled_kernels.enter_kernels(device)
             why_not = NO_GPU if device.type != "cuda" else "" if self.config.graphs else NO_GRAPHS
             if not why_not and self.weights.moves > MOST_MOVES:
                 why_not = MOVING
@@ -291,7 +291,7 @@ class PreparedTower:
     def expect_kernels(self, device: torch.device) -> None:
         """Starts the compiling process before the first weights are prepared, as kernels may be missing."""
         if device.type == "cuda" and self.runtime is None:
-            compiled_kernels.take(device)
+            compiled_kernels.enter_kernels(device)
             service_of(os.getpid()).start_early()
 
     # before the first call
@@ -310,7 +310,7 @@ class PreparedTower:
                 _raise_if(self.prepare_now(self.weights.version))
             runtime = self.runtime_on(self.weights.first_parameter())
             budgets = _budgets_of(runtime, calls)
-        runs = [Run(budget, True, self.weights.kinds) for budget in budgets]
+        runs = [Run(self.weights.kinds, graph_budget=budget) for budget in budgets]
         if runtime.kernels is None:
             self._capture(runtime, progress, budgets)
             return
@@ -327,7 +327,7 @@ class PreparedTower:
         try:
             kernels.need(runs, wait=True)  # without the lock: other threads may call while this one waits
             with kernels.compiling():
-                self._capture(runtime, progress, [run.tokens for run in runs])
+                self._capture(runtime, progress, [run.graph_budget for run in runs])
         except KernelsNotReady as why:
             raise CannotPrepare(Reason(fallback.NOT_READY, str(why))) from why
 

@@ -15,17 +15,17 @@ from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.ownership import own_class
 from fusedvit.checks.recorded import REGISTRIES, content_of
 from fusedvit.errors import Reason
-from fusedvit.fused_encoder import Answer, FusedEncoder, rows_of
+from fusedvit.fused_encoder import Answer, FusedEncoder, rows_of_record
 from fusedvit.model.items import Item
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
-_NOT_TAKEN = frozenset({*REGISTRIES, HANDLE})  # registries of modules and tensors, and the tower's handle
+_NOT_COPIED = frozenset({*REGISTRIES, HANDLE})  # registries of modules and tensors, and the tower's handle
 _LIBRARIES = ("transformers.", "accelerate.", "peft.")  # the code of towers and adapters writes to objects of these
 
 
-class Ran(NamedTuple):
+class Outcome(NamedTuple):
     """How a call or a share of it ended.
 
     Attributes:
@@ -38,7 +38,7 @@ class Ran(NamedTuple):
 
 
 class TowerCopy:
-    """A fused copy of a tower on another device. Its user lets nothing run on it during `take`."""
+    """A fused copy of a tower on another device. Its user lets nothing run on it during `update_from`."""
 
     def __init__(self, tower: nn.Module, leader: FusedEncoder, device: torch.device) -> None:
         self.device = device
@@ -58,14 +58,14 @@ class TowerCopy:
         copied = copy.deepcopy(tower, memo)
         self._handle = fuse(copied)
         self._leader.lead(self._handle, self.device)
-        self._tower = copied  # last: after an interrupt before this line the next `take` builds again
+        self._tower = copied  # last: after an interrupt before this line the next `update_from` builds again
 
     def wait(self) -> None:
         """Waits until the GPU has done the work of all shares, which end on the host before."""
         while self._streams:
             self._streams.pop().synchronize()
 
-    def take(self, tower: nn.Module) -> None:
+    def update_from(self, tower: nn.Module) -> None:
         """Updates this copy from `tower`: in place if modules and tensor shapes are the same, else by a new copy."""
         self.wait()
         if _structure_of(self._tower) != _structure_of(tower):
@@ -87,14 +87,14 @@ class TowerCopy:
             memo[id(theirs)] = mine
         _share_foreign(tower, memo)
         for own, other in pairs:
-            kept = _NOT_TAKEN | _HOOKS if other is tower else _NOT_TAKEN
-            _take_attributes(vars(own), nn.Module.__getstate__(other), memo, kept)
+            kept = _NOT_COPIED | _HOOKS if other is tower else _NOT_COPIED
+            _copy_attributes(vars(own), nn.Module.__getstate__(other), memo, kept)
 
     def warm_up(self, calls: Iterable[Grid] | None) -> None:
         """As `FusedEncoder.warmup`, without a progress bar."""
         self._handle.warmup(iter, calls=calls)
 
-    def run(self, pixels: torch.Tensor, grid: torch.Tensor, stream: torch.cuda.Stream | None) -> Ran:
+    def run(self, pixels: torch.Tensor, grid: torch.Tensor, stream: torch.cuda.Stream | None) -> Outcome:
         """Runs a share whose pixels are on this device in `stream`, the caller's on this device."""
         if stream is not None:
             self._streams.add(stream)
@@ -108,8 +108,8 @@ class TowerCopy:
             finally:
                 self._handle.count(ended, share=True)
             if isinstance(found, Answer):
-                return Ran(side_by_side(found.outputs, self._handle.spec), ended)
-            return Ran(rows_of(call_original(self._tower, pixels, grid, return_dict=True)), ended)
+                return Outcome(side_by_side(found.outputs, self._handle.spec), ended)
+            return Outcome(rows_of_record(call_original(self._tower, pixels, grid, return_dict=True)), ended)
 
     def _named(self, why: Reason) -> Reason:
         """The reason why a share cannot run fused, with the device in its detail."""
@@ -138,7 +138,7 @@ def _share_foreign(tower: nn.Module, memo: dict[int, object]) -> None:
     and an application's object may hold a whole model."""
     modules = list(tower.modules())
     seen = set(map(id, modules)) | memo.keys()
-    pending = [value for m in modules for name, value in vars(m).items() if name not in _NOT_TAKEN]
+    pending = [value for m in modules for name, value in vars(m).items() if name not in _NOT_COPIED]
     while pending:
         value = pending.pop()
         if id(value) in seen:
@@ -158,7 +158,7 @@ def _share_foreign(tower: nn.Module, memo: dict[int, object]) -> None:
             memo[id(value)] = value
 
 
-def _take_attributes(
+def _copy_attributes(
     mine: dict[str, Any], theirs: dict[str, Any], memo: dict[int, object], kept: frozenset[str]
 ) -> None:
     """Copies attributes of an original module to its copy: numbers, flags, an adapter's scale.

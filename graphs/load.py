@@ -13,7 +13,7 @@ the patch embedding and the mergers (a tenth of that tower's linear layers), att
 
 from collections.abc import Iterable, Sequence
 
-from fusedvit.graphs.packing import Piece, Work
+from fusedvit.graphs.packing import ItemSize, Piece
 
 
 def patch_constant(hidden_size: int, intermediate_size: int, mlp_matrices: int = 2) -> float:
@@ -37,14 +37,14 @@ def load(frames: Iterable[tuple[int, int]], constant: float) -> float:
     return sum(count * patches * (patches + constant) for count, patches in frames)
 
 
-def balance(works: Sequence[Work], parts: int, constant: float) -> tuple[tuple[Piece, ...], ...]:
+def balance(sizes: Sequence[ItemSize], parts: int, constant: float) -> tuple[tuple[Piece, ...], ...]:
     """Divides items over `parts` GPUs so that the largest share of the load is small; deterministic.
 
     Each image, largest first, goes to the part with the least load. Then videos fill the parts up to a common level,
     and are cut between frames where a part is full. Attention never crosses frames, so a cut changes no bit.
 
     Args:
-        works: the items; `frame_tokens` counts patches here. Items without patches appear in no part.
+        sizes: of the items; `frame_tokens` counts patches here. Items without patches appear in no part.
         parts: at least 1.
         constant: `patch_constant` of the tower.
 
@@ -58,34 +58,36 @@ def balance(works: Sequence[Work], parts: int, constant: float) -> tuple[tuple[P
         raise ValueError(f"items are balanced over at least 1 GPU, got {parts}")
     shares: list[list[Piece]] = [[] for _ in range(parts)]
     loads = [0.0] * parts
-    by_load = sorted((-load([work], constant), item) for item, work in enumerate(works) if all(work))
+    by_load = sorted((-load([size], constant), item) for item, size in enumerate(sizes) if all(size))
     for negative, item in by_load:
-        if works[item].frames == 1:
+        if sizes[item].frames == 1:
             least = loads.index(min(loads))
             loads[least] -= negative
-            shares[least].append(Piece(item, 0, 1, works[item].frame_tokens))
-    _pour([(item, works[item]) for _, item in by_load if works[item].frames > 1], shares, loads, constant)
+            shares[least].append(Piece(item, 0, 1, sizes[item].frame_tokens))
+    _pour([(item, sizes[item]) for _, item in by_load if sizes[item].frames > 1], shares, loads, constant)
     return tuple(tuple(sorted(share)) for share in shares)
 
 
-def _pour(videos: Iterable[tuple[int, Work]], shares: list[list[Piece]], loads: list[float], constant: float) -> None:
+def _pour(
+    videos: Iterable[tuple[int, ItemSize]], shares: list[list[Piece]], loads: list[float], constant: float
+) -> None:
     """Adds videos to `shares`, least loaded first, each up to the level at which all filled shares end equal."""
-    queue = [(item, work, 0) for item, work in reversed(list(videos))]  # with the first frame not yet placed
-    left = sum(load([work], constant) for _, work, _ in queue)
+    queue = [(item, size, 0) for item, size in reversed(list(videos))]  # with the first frame not yet placed
+    left = sum(load([size], constant) for _, size, _ in queue)
     order = sorted(range(len(loads)), key=loads.__getitem__)
     for i, part in enumerate(order):
         room = _level(left, [loads[other] for other in order[i:]]) - loads[part]
         while queue:
-            item, work, first = queue.pop()
-            one = load([Work(1, work.frame_tokens)], constant)
-            rest = work.frames - first
+            item, size, first = queue.pop()
+            one = load([ItemSize(1, size.frame_tokens)], constant)
+            rest = size.frames - first
             fitting = max(0, round(room / one))  # an earlier video, rounded up, may have overfilled the part
             frames = rest if i == len(order) - 1 else min(rest, fitting)
             if frames:
-                shares[part].append(Piece(item, first, frames, frames * work.frame_tokens))
+                shares[part].append(Piece(item, first, frames, frames * size.frame_tokens))
                 room, left = room - frames * one, left - frames * one
             if frames < rest:
-                queue.append((item, work, first + frames))
+                queue.append((item, size, first + frames))
                 break
 
 

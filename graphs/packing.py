@@ -21,13 +21,13 @@ OPEN_BATCHES = 64  # most batches that a piece may still join, so that planning 
 _TOKENS_THEN_FRAMES = itemgetter(3, 2)  # fields of a `Piece`
 
 
-# Work and Piece are created for every item of every call: a tuple costs a third of a frozen dataclass.
-class Work(NamedTuple):
-    """One image (frames = 1) or video; neither count is negative.
+# ItemSize and Piece are created for every item of every call: a tuple costs a third of a frozen dataclass.
+class ItemSize(NamedTuple):
+    """The size of an image (frames = 1) or a video; neither count is negative.
 
     Attributes:
         frames: attention sequences.
-        frame_tokens: output tokens of each.
+        frame_tokens: tokens of each: output tokens for `pack`, patch tokens for `load.balance`.
     """
 
     frames: int
@@ -35,7 +35,8 @@ class Work(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """`frames` frames of the caller's item number `item`, beginning with `first_frame`, and their tokens."""
+    """`frames` frames of the caller's item number `item`, beginning with `first_frame`, and their tokens, of the
+    kind that `ItemSize.frame_tokens` counts."""
 
     item: int
     first_frame: int
@@ -60,14 +61,14 @@ class Plan:
     overflow: tuple[Piece, ...]
 
 
-def pack(works: Sequence[Work], limits: Limits) -> Plan:
+def pack(sizes: Sequence[ItemSize], limits: Limits) -> Plan:
     """Plans one call: every frame of every item is in exactly one piece.
 
     A video over the frame or token budget is cut into as few pieces as possible, evenly filled. An item whose frames
     exceed the largest budget overflows as a whole. Items without tokens are left out. Permuting the items permutes the
     plan, except that equal pieces may change places.
     """
-    pieces, overflow = _cut(works, limits)
+    pieces, overflow = _cut(sizes, limits)
     groups = sorted([sorted(group) for group in _first_fit_decreasing(pieces, limits)])
     return Plan(tuple([Batch(_smallest_budget(group, limits), tuple(group)) for group in groups]), tuple(overflow))
 
@@ -86,12 +87,12 @@ def _smallest_budget(pieces: Sequence[Piece], limits: Limits) -> int:
     return budget
 
 
-def _cut(works: Sequence[Work], limits: Limits) -> tuple[list[Piece], list[Piece]]:
+def _cut(sizes: Sequence[ItemSize], limits: Limits) -> tuple[list[Piece], list[Piece]]:
     """Cuts items into pieces that each fit a batch; returns the pieces, and the items that cannot be cut so."""
     pieces: list[Piece] = []
     overflow: list[Piece] = []
     largest, max_frames = limits.largest, limits.max_frames
-    for item, (frames, frame_tokens) in enumerate(works):
+    for item, (frames, frame_tokens) in enumerate(sizes):
         tokens = frames * frame_tokens
         if not tokens:
             continue

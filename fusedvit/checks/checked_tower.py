@@ -124,9 +124,9 @@ class CheckedTower:
             return Reason(fallback.MODIFIED, f"transformers builds no such tower from its config: {built}")
         return plain, built
 
-    def refusal(self) -> Reason | None:
-        """Why weights could not be prepared although `reason` finds nothing, or None. In fp16 it prepares them to find
-        out, and waits for the GPU; `WeightCache.refusal` is the reason that is already known."""
+    def reason_of_fp16(self) -> Reason | None:
+        """Why fp16 cannot hold what is prepared of the weights, or None; `reason` does not look for it. It prepares
+        them to find out, and waits for the GPU."""
         parameters = self.parameters()
         if next(iter(parameters.values())).dtype != torch.float16:
             return None

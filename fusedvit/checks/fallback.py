@@ -31,9 +31,9 @@ DTYPES = "several dtypes"
 FREED = "freed parameters"
 ANOTHER_TOWER = "another tower"
 TRANSFORM = "transform"
-CHANGING = "changing weights"
-CHANGED = "changed weights"
-REPLACED = "replaced parameters"
+CHANGED_DURING_CALL = "changing weights"
+CHANGED_BETWEEN_CALLS = "changed weights"
+REPLACED_BETWEEN_CALLS = "replaced parameters"
 RELEASED = "unfused during the call"
 INTERRUPTING = "inside another call"
 NOT_READY = "kernels not ready"
@@ -65,9 +65,10 @@ ADVICE = {
     ODD_POSITIONS: "patches must come in row-major order, padding last, and sides be multiples of the pooling size",
     EMPTY_ITEMS: "leave out rows of zeros; with items without frames, Hugging Face's GLM-4V takes another item's shape",
     SPARSE: "the fused encoder takes dense pixels",
-    CHANGING: "somebody writes the tower's parameters all the time",
-    CHANGED: "they changed before each of many calls; calls run fused again if two after a pause find the same weights",
-    REPLACED: "offloading brings them in so: keep the tower on its device",
+    CHANGED_DURING_CALL: "somebody writes the tower's parameters all the time",
+    CHANGED_BETWEEN_CALLS: "they changed before each of many calls; calls run fused again if two after a pause find "
+    "the same weights",
+    REPLACED_BETWEEN_CALLS: "offloading brings them in so: keep the tower on its device",
     RELEASED: "unfuse() ran meanwhile",
     INTERRUPTING: "a signal's handler made it while its thread was in a call; the original code answers it",
     NOT_READY: 'calls run fused once they are compiled; warmup() and FuseConfig(compile="now") wait for that',

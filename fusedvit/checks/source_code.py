@@ -122,12 +122,12 @@ def defines_function(module: str, path: str) -> bool:
 
 def names_in(code: CodeType) -> set[str]:
     """Every name that `code` and the functions within it mention: globals and attributes."""
-    return {name for part in parts_of(code) for name in part.co_names}
+    return {name for part in code_objects_in(code) for name in part.co_names}
 
 
 def optional_in(code: CodeType) -> set[str]:
     """Names of attributes that `code` may pass to `getattr` or `hasattr`: all its strings, if it calls one of them."""
-    asking = (part for part in parts_of(code) if {"getattr", "hasattr"} & {*part.co_names})
+    asking = (part for part in code_objects_in(code) if {"getattr", "hasattr"} & {*part.co_names})
     return {c for part in asking for c in part.co_consts if isinstance(c, str) and c.isidentifier()}
 
 
@@ -150,12 +150,12 @@ def _holds_function(cell: CellType) -> bool:
         return False
 
 
-def parts_of(code: CodeType) -> Iterator[CodeType]:
+def code_objects_in(code: CodeType) -> Iterator[CodeType]:
     """`code` and the code of the functions within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from parts_of(constant)
+            yield from code_objects_in(constant)
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ from fusedvit.cli.parity import REFERENCE, Towers, outputs_for, parity_of, prepa
 from fusedvit.cli.towers import Tower, device_of, dtype_of, geometry_of, random_tower
 from fusedvit.errors import first_line
 from fusedvit.graphs.limits import Limits
-from fusedvit.graphs.packing import TOKEN_BUDGET, Work, pack
+from fusedvit.graphs.packing import TOKEN_BUDGET, ItemSize, pack
 from fusedvit.pixels.media import Media
 from fusedvit.tolerance import summarize
 
@@ -130,8 +130,8 @@ def packed_calls(handle: Any, grids: Mapping[str, Sequence[Sequence[int]]], dtyp
 
 
 def _packed(name: str, rows: Sequence[Sequence[int]], spec: Any, limits: Limits) -> PackedCall:
-    works = tuple(Work(t, h * w // spec.merge_unit) for t, h, w in rows)
-    plan = pack(works, limits)
+    sizes = tuple(ItemSize(t, h * w // spec.merge_unit) for t, h, w in rows)
+    plan = pack(sizes, limits)
     batches = [
         PackedBatch(batch.budget, sum(piece.tokens for piece in batch.pieces), len(batch.pieces))
         for batch in plan.batches

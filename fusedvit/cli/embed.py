@@ -19,7 +19,7 @@ from fusedvit.cli.towers import device_of
 from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.inputs import in_words
-from fusedvit.corpus.job import LISTED, Job, Ran, ShardDone
+from fusedvit.corpus.job import LISTED, Job, JobResult, ShardDone
 from fusedvit.corpus.loading import OUTPUTS
 from fusedvit.corpus.shards import INDEX, Failed
 from fusedvit.errors import InputError
@@ -112,7 +112,7 @@ def _gpus(named: str | None, device: str | None) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def _summary(ran: Ran, wall: float) -> dict[str, Any]:
+def _summary(ran: JobResult, wall: float) -> dict[str, Any]:
     """Counts of the whole job so far; `others` is the part that other runs have committed."""
     return {
         "shards": len(ran.shards) + ran.others["shards"],

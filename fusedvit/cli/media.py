@@ -39,7 +39,7 @@ def load_all(paths: Sequence[str | Path]) -> list[Media]:
 
 
 @dataclass(frozen=True)
-class PatchLayout:
+class InputLayout:
     """The input layout of a tower: patch geometry, normalisation, and the bounds of a resized frame's size."""
 
     patch_size: int = 16
@@ -68,7 +68,7 @@ class VisionInput:
         return VisionInput(as_floats(self.pixel_values).to(dtype), self.grid_thw)
 
 
-def prepare(media: Media, layout: PatchLayout) -> VisionInput:
+def prepare(media: Media, layout: InputLayout) -> VisionInput:
     """Resizes and cuts into patches by Hugging Face's processors, swapped to return bytes. Without torchvision the
     image processor serves videos, too.
 
@@ -82,7 +82,7 @@ def prepare(media: Media, layout: PatchLayout) -> VisionInput:
 def _check_size(media: Media) -> None:
     """Raises MediaError if the processor refuses the size: it judges the sides' ratio, which no layout changes."""
     with _named(media):
-        _image_processor(PatchLayout()).get_number_of_image_patches(*media.frames.shape[1:3])
+        _image_processor(InputLayout()).get_number_of_image_patches(*media.frames.shape[1:3])
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _named(media: Media) -> Iterator[None]:
         raise refused(media, error) from None
 
 
-def _prepared(media: Media, layout: PatchLayout) -> VisionInput:
+def _prepared(media: Media, layout: InputLayout) -> VisionInput:
     if media.kind == "image":
         batch = _image_processor(layout)(images=list(media.frames), **_AS_DECODED)
         return VisionInput(batch["pixel_values"], batch["image_grid_thw"])
@@ -104,7 +104,7 @@ def _prepared(media: Media, layout: PatchLayout) -> VisionInput:
     return _video_processor_rows(frames, layout) if is_torchvision_available() else rows_from_frames(frames, layout)
 
 
-def rows_from_frames(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
+def rows_from_frames(frames: np.ndarray, layout: InputLayout) -> VisionInput:
     """A video's patches by the image processor, which gets the frames as stills.
 
     frames: uint8 [F, H, W, 3], F a multiple of the layout's temporal_patch_size (tp); tp frames are one step of the
@@ -119,7 +119,7 @@ def rows_from_frames(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
     return VisionInput(BytePixels.mark(rows, stills.normalization), grid)
 
 
-def _video_processor_rows(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
+def _video_processor_rows(frames: np.ndarray, layout: InputLayout) -> VisionInput:
     from transformers import Qwen3VLVideoProcessor
 
     # this processor's limits hold for the whole clip, ours for one frame
@@ -131,7 +131,7 @@ def _video_processor_rows(frames: np.ndarray, layout: PatchLayout) -> VisionInpu
     return VisionInput(batch["pixel_values_videos"], batch["video_grid_thw"])
 
 
-def _image_processor(layout: PatchLayout) -> Any:
+def _image_processor(layout: InputLayout) -> Any:
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available():
@@ -142,7 +142,7 @@ def _image_processor(layout: PatchLayout) -> Any:
     return swap(Processor(size=size, **_processor_arguments(layout)))
 
 
-def _processor_arguments(layout: PatchLayout) -> dict[str, Any]:
+def _processor_arguments(layout: InputLayout) -> dict[str, Any]:
     return {
         "patch_size": layout.patch_size,
         "temporal_patch_size": layout.temporal_patch_size,

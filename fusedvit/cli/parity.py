@@ -11,7 +11,7 @@ from torch import nn
 import fusedvit
 from fusedvit.bench.towers import call_tower, cast_parameters_
 from fusedvit.cli.media import VisionInput, prepare
-from fusedvit.cli.towers import layout_of, takes_single_frames
+from fusedvit.cli.towers import input_layout_of, takes_single_frames
 from fusedvit.pixels.media import Media
 from fusedvit.tolerance import Comparison, compare
 
@@ -56,7 +56,7 @@ def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Tower
 def prepared_for_towers(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
     """Each medium preprocessed for these towers; if there are several, also all in one call."""
     spec = towers.handle.spec
-    inputs = {item.name: prepare(item, layout_of(spec)) for item in media}
+    inputs = {item.name: prepare(item, input_layout_of(spec)) for item in media}
     if takes_single_frames(spec):
         inputs = {name: _frame_by_frame(item) for name, item in inputs.items()}
     if len(inputs) > 1:

@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedvit.bench.towers import GEOMETRIES, build_one
 from fusedvit.checkpoint import default_dtype, device_or_default
-from fusedvit.cli.media import PatchLayout
+from fusedvit.cli.media import InputLayout
 from fusedvit.errors import InputError, unnamed
 from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.arguments import usable_device
@@ -64,13 +64,13 @@ def geometry_of(spec: VisionSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in names}
 
 
-def layout_of(spec: VisionSpec) -> PatchLayout:
+def input_layout_of(spec: VisionSpec) -> InputLayout:
     """A tower's preprocessing. Those with patches of 14 (Qwen2, GLM) use CLIP's mean and deviation, later ones 0.5."""
     sizes = spec.patch_size, spec.temporal_patch_size, spec.merge_size
     if spec.patch_size == 14:
         clip_mean, clip_std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-        return PatchLayout(*sizes, clip_mean, clip_std)
-    return PatchLayout(*sizes)
+        return InputLayout(*sizes, clip_mean, clip_std)
+    return InputLayout(*sizes)
 
 
 def takes_single_frames(spec: VisionSpec) -> bool:

@@ -141,7 +141,7 @@ class ShardDone:
 
 
 @dataclass(frozen=True)
-class Ran:
+class JobResult:
     """The result of a run.
 
     Attributes:
@@ -163,7 +163,7 @@ def run(
     build: "Callable[[Job], Embedder]",
     done: Callable[[ShardDone, int], None],
     left_out: Counter[str] | None = None,
-) -> Ran:
+) -> JobResult:
     """Embeds the shards that are not committed yet, the longest first.
 
     Args:
@@ -190,7 +190,7 @@ def run(
             work(build(job), parts, Path(job.out), iter(todo), committed)
     numbers, mine = set(range(len(parts))), {shard.number for shard in found}
     counts, failed = totals(Path(job.out), numbers - mine), shards.failed(Path(job.out), numbers, LISTED)
-    return Ran(found, counts, dict(left_out), failed)
+    return JobResult(found, counts, dict(left_out), failed)
 
 
 @contextlib.contextmanager

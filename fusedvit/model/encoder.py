@@ -29,7 +29,7 @@ from fusedvit.model.weights import (
     NormWeights,
     PoolWeights,
     SandwichWeights,
-    layout_of,
+    launch_key,
 )
 
 
@@ -190,11 +190,11 @@ def distinct_blocks(spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan
     """
     of_kinds: dict[Any, int] = {}
     for i, block in enumerate(weights.blocks):
-        mergers = [(m in plan.overlapped, layout_of(weights.deepstack[m]))
+        mergers = [(m in plan.overlapped, launch_key(weights.deepstack[m]))
                    for m, after in enumerate(spec.deepstack) if after == i]  # fmt: skip
         position = i == 0, i + 1 == len(weights.blocks), i - 1 in spec.deepstack
         overlapped = [has_merger_overlapped(spec, plan, at) for at in (i - 1, i)]
-        kind = position, layout_of(block), spec.is_windowed(i), *overlapped, tuple(mergers)
+        kind = position, launch_key(block), spec.is_windowed(i), *overlapped, tuple(mergers)
         of_kinds.setdefault(kind, i)
     return list(of_kinds.values())
 

@@ -201,11 +201,11 @@ class EncoderWeights:
         return sum(tensor.untyped_storage().nbytes() for _, tensor, own in _tensors(self) if own)
 
 
-def layout_of(record: Any) -> Any:
+def launch_key(record: Any) -> Any:
     """The properties of a record's tensors that decide which kernels run; equal for records with equal launches."""
     if isinstance(record, torch.Tensor):
         return record.dtype, record.shape, record.stride(), record.data_ptr() % ALIGNMENT
-    return tuple(layout_of(getattr(record, f.name)) for f in fields(record)) if is_dataclass(record) else record
+    return tuple(launch_key(getattr(record, f.name)) for f in fields(record)) if is_dataclass(record) else record
 
 
 def rewrite(old: EncoderWeights, new: EncoderWeights) -> EncoderWeights:

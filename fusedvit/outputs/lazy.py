@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedvit.checks.recorded import version_of
 from fusedvit.outputs.gradients import with_gradients
-from fusedvit.outputs.unread import CannotRead, Hidden, Source, UnreadStates
+from fusedvit.outputs.unread import CannotRead, DeferredStates, Hidden, UnreadStates
 
 HIDDEN_STATES = "hidden_states"
 # Packages that read every field of a record to search or copy it: they get hidden states that are still unread.
@@ -211,7 +211,7 @@ def with_lazy_hidden_states(record: Any, hidden: HiddenStates) -> Any:
     like = hidden.last[0].detach().new_empty(0)
     like = with_gradients([like])[0] if hidden.marked else like
     uniform = hidden.ambient.autocast[1] is None
-    return _become_lazy(record, UnreadStates.of(Source(hidden.compute, hidden.count, like, uniform)))
+    return _become_lazy(record, UnreadStates.of(DeferredStates(hidden.compute, hidden.count, like, uniform)))
 
 
 def _become_lazy(record: Any, unread: UnreadStates) -> Any:

@@ -26,7 +26,7 @@ class CannotRead(RuntimeError):
     """Hidden states cannot be computed: their input or tower has changed since the call, or a tracer is active."""
 
 
-class Source:
+class DeferredStates:
     """The hidden states of one call, computed once.
 
     Attributes:
@@ -76,7 +76,7 @@ class Source:
 class UnreadTensor(torch.Tensor):
     """One of the hidden states, perhaps converted; it is computed when its shape or content is needed."""
 
-    _source: Source
+    _source: DeferredStates
     _index: int | None
     _like: torch.Tensor
     _before: "UnreadTensor | None"
@@ -84,7 +84,7 @@ class UnreadTensor(torch.Tensor):
     _value: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls: Any, source: Source, index: int | None, like: torch.Tensor) -> "UnreadTensor":
+    def __new__(cls: Any, source: DeferredStates, index: int | None, like: torch.Tensor) -> "UnreadTensor":
         """The hidden state at `index`; None stands for all of a source that does not know how many it has."""
         self: UnreadTensor = torch.Tensor._make_wrapper_subclass(
             cls, (0,), dtype=like.dtype, device=like.device, dispatch_sizes_strides_policy="sizes"
@@ -173,7 +173,7 @@ class UnreadStates(tuple[Any, ...]):
     with equal conversions; otherwise it returns a plain tuple.
     """
 
-    _source: Source
+    _source: DeferredStates
 
     @staticmethod
     def __new__(cls: Any, items: Iterable[Any]) -> Any:
@@ -189,7 +189,7 @@ class UnreadStates(tuple[Any, ...]):
         return self
 
     @staticmethod
-    def of(source: Source) -> "UnreadStates":
+    def of(source: DeferredStates) -> "UnreadStates":
         """The hidden states of `source`, unconverted."""
         indices = [None] if source.count is None else range(source.count)
         found: UnreadStates = UnreadStates(UnreadTensor(source, index, source.like) for index in indices)

@@ -225,7 +225,7 @@ def _cast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dtype, device, flags = _FLOATS.get(name), kwargs.get("device"), []
     for given in (*args[1:], kwargs.get("dtype"), kwargs.get("other")):
         if isinstance(given, torch.Tensor):
-            device, dtype = given.device, _stands_for(given)
+            device, dtype = given.device, _pixel_dtype(given)
         elif isinstance(given, torch.dtype):
             dtype = given
         elif isinstance(given, bool):
@@ -238,11 +238,11 @@ def _cast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise _refused(name, f" to {dtype}")
     how: dict[str, Any] = dict(zip(("non_blocking", "copy"), flags, strict=False))
     how |= {key: kwargs[key] for key in ("non_blocking", "copy") if key in kwargs}
-    casts = x.casts if dtype is None or dtype == _stands_for(x) else (*x.casts, dtype)
+    casts = x.casts if dtype is None or dtype == _pixel_dtype(x) else (*x.casts, dtype)
     return _marked(torch.Tensor.to(x, device=x.device if device is None else device, **how), x, casts)
 
 
-def _stands_for(x: torch.Tensor) -> torch.dtype:
+def _pixel_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of the pixels that `x` stands for."""
     if not isinstance(x, BytePixels):
         return x.dtype

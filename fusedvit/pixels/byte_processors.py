@@ -17,7 +17,7 @@ from einops import rearrange
 from fusedvit.kernels.patches import PatchLayout
 from fusedvit.pixels.arguments import device_named
 from fusedvit.pixels.byte_pixels import BytePixels
-from fusedvit.pixels.patches import Source, patches_of
+from fusedvit.pixels.patches import SizedFrames, patches_of
 from fusedvit.pixels.pipeline import Pipeline, as_checked, is_plain
 from fusedvit.pixels.processor_kinds import Backend, Kind, kind_of
 
@@ -310,7 +310,7 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
         if isinstance(image, np.ndarray):
             image = _tensor(image if min(image.strides) >= 0 else image.copy())  # torch takes no negative strides
         frames = image.movedim(-3, -1)
-        sources.append(Source(frames[None] if classes.kind.still else frames, grid, size))
+        sources.append(SizedFrames(frames[None] if classes.kind.still else frames, grid, size))
     temporal = 1 if classes.kind.still else classes.kind.frames(kwargs)
     layout = PatchLayout(int(kwargs["patch_size"]), int(kwargs["merge_size"]), int(temporal))
     pixels, grid_name = classes.kind.outputs

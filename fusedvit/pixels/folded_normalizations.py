@@ -49,7 +49,7 @@ class FoldedNormalizations:
         if got != wanted:
             raise ValueError(f"fusedvit: pixel_values must be patches of (channels, frames, side) {wanted}, got {got}")
 
-    def taken(self, pixels: BytePixels) -> torch.Tensor:
+    def encoder_input(self, pixels: BytePixels) -> torch.Tensor:
         """The encoder's input: bytes where the normalisation of `pixels` is in the weights, else floats."""
         if self._spec.padded:
             return pixels.pixels()

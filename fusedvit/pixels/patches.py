@@ -18,7 +18,7 @@ from fusedvit.kernels.reference import patches as reference
 from fusedvit.pixels.resize import Resizing
 
 
-class Source(NamedTuple):
+class SizedFrames(NamedTuple):
     """A still or a video, and the grid and size that it gets.
 
     Attributes:
@@ -32,11 +32,11 @@ class Source(NamedTuple):
     size: tuple[int, int]
 
 
-_Run = tuple[Source, ...]  # sources that share their launches
+_Group = tuple[SizedFrames, ...]  # sources that share their launches
 
 
 def patches_of(
-    sources: Sequence[Source], layout: PatchLayout, resizing: Resizing, device: torch.device
+    sources: Sequence[SizedFrames], layout: PatchLayout, resizing: Resizing, device: torch.device
 ) -> torch.Tensor:
     """Patches of all sources, one after another, as bytes.
 
@@ -49,26 +49,26 @@ def patches_of(
     """
     key = _still_key if layout.temporal == 1 else lambda video: object()  # a video shares no launches
     grouped = itertools.groupby(sources, key=key) if len(sources) > 1 else [(None, sources)]
-    runs = [tuple(run) for _, run in grouped]
+    groups = [tuple(group) for _, group in grouped]
     if device.type == "cpu":
-        images = [torch.cat([source.frames for source in run]) for run in runs]
-        return _computed(runs, images, layout, resizing, device)
+        images = [torch.cat([source.frames for source in group]) for group in groups]
+        return _computed(groups, images, layout, resizing, device)
     here = device.index == torch.cuda.current_device()
     with contextlib.nullcontext() if here else torch.cuda.device(device):
-        return _on_side(runs, layout, resizing, device)
+        return _on_side(groups, layout, resizing, device)
 
 
-def _on_side(runs: Sequence[_Run], layout: PatchLayout, resizing: Resizing, device: torch.device) -> torch.Tensor:
+def _on_side(groups: Sequence[_Group], layout: PatchLayout, resizing: Resizing, device: torch.device) -> torch.Tensor:
     """Computes on a side stream, overlapped with the current stream's work.
 
     PyTorch's context manager and a new event would cost the host some 20 us more, of 3 ms for a small image.
     """
     current, side = torch.cuda.current_stream(), _side(device)
-    if any(run[0].frames.is_cuda for run in runs):
+    if any(group[0].frames.is_cuda for group in groups):
         side.stream.wait_stream(current)
     torch.cuda.set_stream(side.stream)
     try:
-        out = _computed(runs, (_sent(run, device) for run in runs), layout, resizing, device)
+        out = _computed(groups, (_sent(group, device) for group in groups), layout, resizing, device)
     finally:
         torch.cuda.set_stream(current)
     side.done.record(side.stream)
@@ -92,27 +92,27 @@ def _side(device: torch.device) -> _Side:
     return _Side(torch.cuda.Stream(device), torch.cuda.Stream(device), done)
 
 
-def _still_key(source: Source) -> tuple[object, ...]:
+def _still_key(source: SizedFrames) -> tuple[object, ...]:
     """The key under which stills share launches: those on the host that differ in their pixels only."""
     return source.frames.shape, source.grid, source.size, object() if source.frames.is_cuda else None
 
 
 def _computed(
-    runs: Sequence[_Run],
+    groups: Sequence[_Group],
     images: Iterable[torch.Tensor],
     layout: PatchLayout,
     resizing: Resizing,
     device: torch.device,
 ) -> torch.Tensor:
-    """The patches of all runs; `images` holds `[n, H, W, C]` of each run, on the device."""
+    """The patches of all groups; `images` holds `[n, H, W, C]` of each, on the device."""
     op = kernels.patches_from_images if device.type == "cuda" else reference.patches_from_images
-    channels = runs[0][0].frames.shape[3]
-    counts = [len(run) * math.prod(run[0].grid) for run in runs]
+    channels = groups[0][0].frames.shape[3]
+    counts = [len(group) * math.prod(group[0].grid) for group in groups]
     out = torch.empty((sum(counts), channels * layout.temporal * layout.patch**2), dtype=torch.uint8, device=device)
-    for run, frames, rows in zip(runs, images, out.split(counts) if len(counts) > 1 else (out,), strict=True):
-        size, new, (t, h, w) = (frames.shape[1], frames.shape[2]), run[0].size, run[0].grid
+    for group, frames, rows in zip(groups, images, out.split(counts) if len(counts) > 1 else (out,), strict=True):
+        size, new, (t, h, w) = (frames.shape[1], frames.shape[2]), group[0].size, group[0].grid
         down, across = (_taps_for_use(resizing, a, b, device) for a, b in zip(size, new, strict=True))
-        op(frames, down, across, layout, (len(run) * t, h, w), rows, size != new and resizing.down_first(size, new))
+        op(frames, down, across, layout, (len(group) * t, h, w), rows, size != new and resizing.down_first(size, new))
     return out
 
 
@@ -138,9 +138,9 @@ def _taps(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps
     return Taps(first, rows, weights.bits)
 
 
-def _sent(run: _Run, device: torch.device) -> torch.Tensor:
-    """The images of a run on the device, `[n, H, W, C]`, copied there if they are on the host."""
-    frames = [source.frames for source in run]
+def _sent(group: _Group, device: torch.device) -> torch.Tensor:
+    """The images of a group on the device, `[n, H, W, C]`, copied there if they are on the host."""
+    frames = [source.frames for source in group]
     if frames[0].is_cuda:
         return torch.cat(frames)
     shape = (sum(map(len, frames)), *frames[0].shape[1:])

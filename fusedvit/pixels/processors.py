@@ -58,7 +58,7 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
         UnsupportedModel: `processor` holds neither an image nor a video processor whose patches we can compute.
     """
     home = Home(None if device is None else device_named(device), os.getpid())
-    parts = parts_of(processor)
+    parts = _processors_in(processor)
     found = {name: _supported(part, _original_of(part)) for name, part in parts.items()}
     reasons = {
         name: f"{name} ({_original_of(parts[name]).__name__}) {reason}" for name, (reason, _) in found.items() if reason
@@ -80,7 +80,7 @@ def restore(processor: Any) -> Any:
     """Gives the processors in `processor` their own classes back; returns `processor`. Raises TypeError if it is none
     of Hugging Face's."""
     check_processor(processor)
-    for part in parts_of(processor).values():
+    for part in _processors_in(processor).values():
         _set(part, _original_of(part), None)
     return processor
 
@@ -98,7 +98,7 @@ def _set(part: Any, cls: Any, home: Home | None) -> None:
 def as_before_on_error(processor: Any) -> Iterator[None]:
     """A context at whose error the image and video processors in `processor` are again as they were: they may have
     returned bytes before. A `processor` of None is ignored."""
-    parts = () if processor is None else parts_of(processor).values()
+    parts = () if processor is None else _processors_in(processor).values()
     before = [(part, type(part), part.__dict__.get(STATE)) for part in parts]
     try:
         yield
@@ -110,7 +110,7 @@ def as_before_on_error(processor: Any) -> Iterator[None]:
 
 def check_processor(processor: Any) -> None:
     """Raises TypeError unless `processor` is a processor of Hugging Face's, or an image or video processor."""
-    if isinstance(processor, type) or not all(map(_is_processor, parts_of(processor).values())):
+    if isinstance(processor, type) or not all(map(_is_processor, _processors_in(processor).values())):
         got = kind_of_argument(processor)
         raise TypeError(f"fusedvit: processor must be a processor of transformers, as AutoProcessor gives, got {got}")
 
@@ -127,7 +127,7 @@ def is_swapped(part: Any) -> bool:
 
 def swapped_in(processor: Any) -> list[Any]:
     """The image and video processors in `processor` that return bytes."""
-    return [part for part in parts_of(processor).values() if is_swapped(part)]
+    return [part for part in _processors_in(processor).values() if is_swapped(part)]
 
 
 def gives_grids(part: Any) -> bool:
@@ -154,7 +154,7 @@ def _options_of(part: Any) -> dict[str, Any]:
 
 def check_fits(processor: Any, spec: VisionSpec) -> None:
     """Raises InputError if an image or video processor in `processor` cuts other patches than a tower takes."""
-    for part in parts_of(processor).values():
+    for part in _processors_in(processor).values():
         kind = kind_of(_original_of(part))
         if kind is None or kind.padded:  # no patches in a grid
             continue
@@ -172,10 +172,10 @@ def name_of(processor: Any) -> str:
     """The name of `processor` in messages: its class; for a plain namespace, the classes of the processors in it."""
     if not isinstance(processor, SimpleNamespace):
         return type(processor).__name__
-    return " and ".join(dict.fromkeys(_original_of(part).__name__ for part in parts_of(processor).values()))
+    return " and ".join(dict.fromkeys(_original_of(part).__name__ for part in _processors_in(processor).values()))
 
 
-def parts_of(processor: Any) -> dict[str, Any]:
+def _processors_in(processor: Any) -> dict[str, Any]:
     """The image and video processors in `processor` by name; `processor` itself, as "it", if it has none."""
     found = {name: getattr(processor, name, None) for name in PARTS}
     parts = {name: part for name, part in found.items() if part is not None}

@@ -130,22 +130,24 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def take(device: torch.device) -> None:
+def enter_kernels(device: torch.device) -> None:
     """Enters the kernels of the folder that `FUSEDVIT_KERNELS` names into Triton's cache, once per process and device.
 
-    Logs a warning if the folder does not match this machine. If the system cannot read or write now, the next `take`
+    Logs a warning if the folder does not match this machine. If the system cannot read or write now, the next call
     tries again. Nothing is raised: missing kernels are compiled here.
     """
     folder = os.environ.get(VARIABLE)
     if folder and device.type == "cuda":
-        failed = attempted(lambda: _take(Path(folder).absolute(), torch.device("cuda", device.index or 0)), OSError)
+        failed = attempted(
+            lambda: _enter_kernels(Path(folder).absolute(), torch.device("cuda", device.index or 0)), OSError
+        )
         if failed is not None:
             logger.warning("fusedvit: the compiled kernels in %s are not used: %s", folder, failed)
 
 
 @lru_cache(maxsize=64)
-def _take(folder: Path, device: torch.device) -> None:
-    """As `take`, for a GPU.
+def _enter_kernels(folder: Path, device: torch.device) -> None:
+    """As `enter_kernels`, for a GPU.
 
     Raises:
         OSError: the system cannot read or write, and may later: nothing is cached.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from fusedvit.graphs.load import balance, patch_constant
-from fusedvit.graphs.packing import Piece, Work
+from fusedvit.graphs.packing import ItemSize, Piece
 from fusedvit.model.spec import VisionSpec
 
 
@@ -44,18 +44,18 @@ def shares_of(spec: VisionSpec, patches: int, grid: torch.Tensor, parts: int) ->
     Returns:
         None if pixels and grid do not match; the tower raises the error for that.
     """
-    works = [Work(t, h * w) for t, h, w in grid.tolist()]
-    if min([n for work in works for n in work], default=0) <= 0:
+    sizes = [ItemSize(t, h * w) for t, h, w in grid.tolist()]
+    if min([n for size in sizes for n in size], default=0) <= 0:
         return None
     first_rows = [0]
-    for frames, each in works:
+    for frames, each in sizes:
         first_rows.append(first_rows[-1] + frames * each)
     if first_rows[-1] != patches:
         return None
     constant = patch_constant(spec.hidden_size, spec.intermediate_size, 3 if spec.gated else 2)
     found = []
-    for pieces in balance(works, parts, constant):
-        begins = [first_rows[piece.item] + piece.first_frame * works[piece.item].frame_tokens for piece in pieces]
+    for pieces in balance(sizes, parts, constant):
+        begins = [first_rows[piece.item] + piece.first_frame * sizes[piece.item].frame_tokens for piece in pieces]
         grids = grid[[piece.item for piece in pieces]]
         grids[:, 0] = torch.tensor([piece.frames for piece in pieces], dtype=grid.dtype, device="cpu")
         rows = tuple((begin, begin + piece.tokens) for begin, piece in zip(begins, pieces, strict=True))

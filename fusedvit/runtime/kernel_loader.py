@@ -55,20 +55,20 @@ ASKED_FOR = 1e3  # added to the order of budgets that no call needed yet: those 
 
 
 class Run(NamedTuple):
-    """A run of the encoder, as far as that decides its kernels.
+    """A run of the encoder, as far as that decides its kernels: a graph's, or an eager one.
 
     Attributes:
-        tokens: merged tokens of its graph's budget; patch tokens that an eager run takes its configurations by.
-        graph: whether it is a graph's.
         kinds: of pixels that the weights take.
+        graph_budget: merged tokens of a graph's budget; 0 for an eager run.
+        eager_patch_tokens: patch tokens by which an eager run takes its configurations; 0 for a graph's.
     """
 
-    tokens: int
-    graph: bool
     kinds: tuple[int, ...]
+    graph_budget: int = 0
+    eager_patch_tokens: int = 0
 
 
-AROUND = Run(0, False, ())  # kernels that every call launches: fingerprints, rows of padded images
+AROUND = Run(())  # kernels that every call launches: fingerprints, rows of padded images
 
 
 class Stage(enum.Enum):
@@ -251,7 +251,7 @@ class KernelLoader:
                 self._ask_for(run)
             kinds = next(iter(runs)).kinds
             for rank, budget in enumerate(self._by_likelihood(kinds)):
-                run = Run(budget, True, kinds)
+                run = Run(kinds, graph_budget=budget)
                 if self._state(run).stage is Stage.NEW:
                     self._note([run], stage=Stage.WANTED, order=ASKED_FOR + rank)
             self._start()
@@ -326,7 +326,7 @@ class KernelLoader:
         """
         if not any(self._state(run).refused for run in runs):
             return  # to their launches, which load what they need
-        begun, loads = time.perf_counter(), any(run.graph and self._state(run).unloaded for run in runs)
+        begun, loads = time.perf_counter(), any(run.graph_budget and self._state(run).unloaded for run in runs)
         if not self._load_kernels(runs, begun) or loads and time.perf_counter() - begun > SOME_LOADING:
             raise KernelsNotReady("")
 
@@ -352,8 +352,10 @@ class KernelLoader:
 
     def _by_likelihood(self, kinds: tuple[int, ...]) -> list[int]:
         """Budgets that are not ready, those near what calls asked for first."""
-        ready = [run.tokens for run in self.ready if run.graph and run.kinds == kinds]
-        asked = [run.tokens for run, state in self._states.items() if run.graph and state.order < ASKED_FOR]
+        ready = [run.graph_budget for run in self.ready if run.graph_budget and run.kinds == kinds]
+        asked = [
+            run.graph_budget for run, state in self._states.items() if run.graph_budget and state.order < ASKED_FOR
+        ]
         likely = [*ready, *asked] or [LIKELY]
         rest = set(self._ladder).difference(ready)
         return sorted(rest, key=lambda budget: min(abs(math.log(budget / near)) for near in likely))

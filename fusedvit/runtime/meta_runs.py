@@ -42,14 +42,14 @@ class MetaRuns:
             rehearse_padded(self._spec, TRITON, self._dtype, META)
         if run == AROUND:
             return
-        if run.graph:
+        if run.graph_budget:
             self._weights = weights
             encoder = self._captured()
-            encoder.rehearse(run.tokens)
+            encoder.rehearse(run.graph_budget)
             self._weights = None
         else:
-            plan = known_plan(self._spec, run.tokens, self._dtype, self._target())
-            run_on_meta(self._spec, weights, plan, self._dtype, run.tokens)
+            plan = known_plan(self._spec, run.eager_patch_tokens, self._dtype, self._target())
+            run_on_meta(self._spec, weights, plan, self._dtype, run.eager_patch_tokens)
 
     def _captured(self) -> CapturedEncoder:
         target, known = self._target(), self._encoder

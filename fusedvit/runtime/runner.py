@@ -12,7 +12,7 @@ import torch
 
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import CAPTURE_FAILED
-from fusedvit.graphs.packing import TOKEN_BUDGET, Batch, Piece, Work, pack
+from fusedvit.graphs.packing import TOKEN_BUDGET, Batch, ItemSize, Piece, pack
 from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.load_inputs import FLOATS, centred, kind_of
 from fusedvit.kernels.tile_configs import Target, budget
@@ -118,7 +118,7 @@ def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits, rows: int = 0
         rows: patch rows with padding. The budget of a call's only batch has room for all of them: it then follows from
             shapes alone, and a replay can begin before the host knows which rows are padding.
     """
-    plan = pack([Work(item.t, item.h * item.w // unit) for item in items], limits)
+    plan = pack([ItemSize(item.t, item.h * item.w // unit) for item in items], limits)
     if len(plan.batches) == 1:
         sole = plan.batches[0]
         padded = limits.smallest_for(rows // unit) or 0
@@ -192,7 +192,7 @@ def run_planned(
         with runtime.kernels.compiling():
             return _launch_steps(runtime, pixels, items, steps, eager, rows)
     with runtime.kernels.guard(runs):
-        captures = [run.tokens for run in runs if run.graph]
+        captures = [run.graph_budget for run in runs if run.graph_budget]
         if graphs is not None and len(captures) > 1:  # a call has time for one capture only
             graphs.manager.ready(captures[0])
             raise KernelsNotReady("")
@@ -203,13 +203,13 @@ def _new_runs(runtime: Runtime, tokens: int, steps: Sequence[Step]) -> list[Run]
     """The runs of `steps` whose graph is not captured or that run eagerly; without graphs, an eager run of `tokens`."""
     graphs, kinds = runtime.graphs, runtime.weights.kinds
     if graphs is None:
-        return [Run(runtime.plan_tokens(tokens), False, kinds)]
+        return [Run(kinds, eager_patch_tokens=runtime.plan_tokens(tokens))]
     runs: dict[Run, None] = {}
     for step in steps:
         if step.batch is None:
-            runs[Run(runtime.plan_tokens(sum([t * h * w for t, h, w in step.rows])), False, kinds)] = None
+            runs[Run(kinds, eager_patch_tokens=runtime.plan_tokens(sum([t * h * w for t, h, w in step.rows])))] = None
         elif not graphs.manager.is_settled(step.batch.budget):
-            runs[Run(step.batch.budget, True, kinds)] = None
+            runs[Run(kinds, graph_budget=step.batch.budget)] = None
     return list(runs)
 
 

@@ -198,9 +198,9 @@ def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
     """The run that the shapes of a call predict while its grid is unread. See also `runner.sole_batch`."""
     tokens, limits = inputs.pixels.shape[:-1].numel(), runtime.limits
     if runtime.graphs is None or limits is None:
-        return Run(runtime.plan_tokens(tokens), False, runtime.weights.kinds)
+        return Run(runtime.weights.kinds, eager_patch_tokens=runtime.plan_tokens(tokens))
     budget = limits.smallest_for(tokens // runtime.spec.merge_unit) or limits.largest
-    return Run(budget, True, runtime.weights.kinds)
+    return Run(runtime.weights.kinds, graph_budget=budget)
 
 
 def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: bool) -> bool:

@@ -60,9 +60,9 @@ def launch_tower(
     limits = limits if budgets is None else replace(limits, token_budgets=tuple(budgets))
     runs = MetaRuns(spec, dtype, limits, lambda: target)
     for budget in limits.token_budgets:
-        runs.launch(Run(budget, True, ()), weights)
+        runs.launch(Run((), graph_budget=budget), weights)
     for tokens in eager:
-        runs.launch(Run(tokens, False, ()), weights)
+        runs.launch(Run((), eager_patch_tokens=tokens), weights)
 
 
 def meta_weights(spec: VisionSpec, names: WeightNames, dtype: torch.dtype, takes_bytes: bool = False) -> EncoderWeights:

@@ -73,7 +73,7 @@ class Source(Protocol):
         """What weights are prepared from, apart from the content of parameters; None if that cannot be told."""
 
 
-class _Taken(NamedTuple):
+class _CurrentWeights(NamedTuple):
     """Prepared weights and their checks, in one record because an interrupt may arrive between two assignments.
 
     Addresses are those when the record was created; memory may move later.
@@ -96,12 +96,12 @@ class _Taken(NamedTuple):
     kinds: tuple[int, ...]
 
     @staticmethod
-    def of(weights: EncoderWeights, content: ContentCheck) -> "_Taken":
+    def of(weights: EncoderWeights, content: ContentCheck) -> "_CurrentWeights":
         borrowed = weights.borrowed()
         storages = tuple(t.untyped_storage() for t in borrowed)
         at, addresses = [t.data_ptr() for t in borrowed], list(map(_address_of, storages))
         kinds = tuple(kind for kind, patch in enumerate(weights.patches()) if patch is not None)
-        return _Taken(weights, content, weights.pointers(), at, storages, addresses, kinds)
+        return _CurrentWeights(weights, content, weights.pointers(), at, storages, addresses, kinds)
 
 
 def _is_repeat(before: ContentCheck, now: ContentCheck) -> bool:
@@ -115,13 +115,13 @@ def _is_repeat(before: ContentCheck, now: ContentCheck) -> bool:
     return torch.equal(before.expected[:count], now.expected)
 
 
-def _lent_from(taken: _Taken, parameters: Sequence[torch.Tensor]) -> EncoderWeights | None:
-    """The weights with borrowed tensors taken from `parameters`, which are in the order of `taken.content.parameters`.
+def _lent_from(current: _CurrentWeights, parameters: Sequence[torch.Tensor]) -> EncoderWeights | None:
+    """The weights with borrowed tensors taken from `parameters`, ordered as `current.content.parameters` are.
 
     None if parameters moved while the weights were prepared.
     """
-    by_address = dict(zip(taken.content.addresses, parameters, strict=True))
-    return taken.weights.lent(taken.borrowed, by_address) if by_address.keys() >= {*taken.borrowed} else None
+    by_address = dict(zip(current.content.addresses, parameters, strict=True))
+    return current.weights.lent(current.borrowed, by_address) if by_address.keys() >= {*current.borrowed} else None
 
 
 class _Refusal(NamedTuple):
@@ -142,7 +142,7 @@ class WeightCache:
 
     Attributes:
         version: increases with every change of the weights; a run that began with an older version is not accepted.
-        prepared: how often weights were prepared.
+        preparations: how often weights were prepared.
         changes: how often weights were prepared because the tower had changed, not after `release` or `outdate`.
         moves: how often parameters have moved with unchanged content since weights were last released.
         repeats: preparations in a row from new parameter objects that held the same content as the old ones.
@@ -166,7 +166,7 @@ class WeightCache:
             ops: returns the operations that take fingerprints outside a call.
             on_prepare: called before weights are prepared on a device.
         """
-        self.version = self.prepared = self.changes = self.moves = self.repeats = self.requests = 0
+        self.version = self.preparations = self.changes = self.moves = self.repeats = self.requests = 0
         self._asked = False  # the next preparation was asked for (release, refresh, …) and does not count in `changes`
         self._source = source
         self._on_move = on_move
@@ -177,12 +177,12 @@ class WeightCache:
 
     def _forget(self) -> None:
         self._snapshot: Snapshot | None = None
-        self._taken: _Taken | None = None
+        self._current: _CurrentWeights | None = None
         self._ingredients: Ingredients | None = None
         self._digest: list[int] | None = None  # hash of the whole content of the parameters, once it was needed
         self._lost = False
         self._refusal: _Refusal | None = None
-        self._refusals = 0  # judgements since weights were last taken
+        self._refusals = 0  # judgements since weights were last replaced
 
     def release(self) -> None:
         """Frees the weights; the next use prepares them again."""
@@ -209,21 +209,21 @@ class WeightCache:
         Raises:
             WeightsReleased: the weights were released since.
         """
-        taken = self._taken
-        if taken is None:
+        current = self._current
+        if current is None:
             raise WeightsReleased
-        return taken.weights
+        return current.weights
 
     @property
     def kinds(self) -> tuple[int, ...]:
         """The kinds of pixels that the weights take, out of `kernels.load_inputs.KINDS`."""
-        taken = self._taken
-        return () if taken is None else taken.kinds
+        current = self._current
+        return () if current is None else current.kinds
 
     def held_bytes(self) -> int:
         """Bytes of prepared copies."""
-        taken = self._taken
-        return 0 if taken is None else taken.weights.held_bytes()
+        current = self._current
+        return 0 if current is None else current.weights.held_bytes()
 
     def first_parameter(self) -> torch.Tensor:
         """A parameter of the tower, for its device and dtype. Once weights are prepared, it is found without a walk.
@@ -248,22 +248,22 @@ class WeightCache:
         Args:
             kind: the kind of pixels that the weights must take, one of `kernels.load_inputs.KINDS`.
         """
-        taken = self._taken
-        if self._snapshot is None or taken is None or not self.in_place() or kind not in taken.kinds:
+        current = self._current
+        if self._snapshot is None or current is None or not self.in_place() or kind not in current.kinds:
             return False
-        weight = taken.weights.patch.weight
+        weight = current.weights.patch.weight
         return weight.device == parameter.device and weight.dtype == parameter.dtype
 
     def in_place(self) -> bool:
         """Whether borrowed tensors are at their old addresses. Checked before a captured graph reads through these
         addresses, as other code may move or free the memory of parameters."""
-        taken = self._taken
-        return taken is None or list(map(_address_of, taken.storages)) == taken.addresses
+        current = self._current
+        return current is None or list(map(_address_of, current.storages)) == current.addresses
 
     def mark(self) -> StreamMark | None:
         """A mark of the current point in the current stream of the weights' GPU, for `read_back`; None on a CPU."""
-        taken = self._taken
-        return None if taken is None or taken.content.marks is None else taken.content.marks.here()
+        current = self._current
+        return None if current is None or current.content.marks is None else current.content.marks.here()
 
     def read_back(self, mark: StreamMark | None, check_content: bool, grid: torch.Tensor | None) -> ReadBack:
         """Whether the weights are still those of the tower, and the rows of `grid`, with at most one host read.
@@ -279,14 +279,14 @@ class WeightCache:
         Raises:
             WeightsReleased: the weights were released since.
         """
-        taken, snapshot = self._taken, self._snapshot
-        if taken is None:
+        current, snapshot = self._current, self._snapshot
+        if current is None:
             raise WeightsReleased
         in_place = snapshot is not None and snapshot.in_place()
         check_content = check_content and in_place
         if not check_content and grid is None:
             return ReadBack(in_place and self.host_unchanged(), [])
-        found = taken.content.begin(mark, check_content, grid).wait(self.host_unchanged)
+        found = current.content.begin(mark, check_content, grid).wait(self.host_unchanged)
         if found.lost:
             self._lost = True
         return found if in_place else found._replace(unchanged=False)
@@ -297,9 +297,9 @@ class WeightCache:
         It works after the weights were prepared again or released, and waits for the GPU. If another thread has already
         released the weights, it compares with the tower as it stands now.
         """
-        snapshot, taken = self._snapshot, self._taken
-        if snapshot is not None and taken is not None:
-            content = taken.content
+        snapshot, current = self._snapshot, self._current
+        if snapshot is not None and current is not None:
+            content = current.content
         else:
             source = self._source()
             with torch.inference_mode(False), torch.no_grad():
@@ -320,22 +320,22 @@ class WeightCache:
         a parameter's memory after each use and allocate other memory for the next; weight synchronisation also writes
         the parameters of a frozen tower. Prepared copies stay; borrowed tensors are replaced, as they may have moved.
         """
-        snapshot, taken = self._snapshot, self._taken
-        if snapshot is None or taken is None or self._lost or not {*kinds} <= {*self.kinds}:
+        snapshot, current = self._snapshot, self._current
+        if snapshot is None or current is None or self._lost or not {*kinds} <= {*self.kinds}:
             return False
         now = snapshot.renewed()  # taken first, so that a later move or write is noticed
         in_place, written = snapshot.in_place(), now.versions() != snapshot.versions()
         if (in_place and snapshot.unchanged()) or not now.unchanged() or (written and self._digest is None):
             return False
-        content = taken.content
+        content = current.content
         moved = content.moved(self._ops(content.sources.pointers.device))
         if moved is None or (written and moved.digest() != self._digest):
             return False
-        lent = _lent_from(taken, content.parameters)
+        lent = _lent_from(current, content.parameters)
         if lent is None:
             return False
         self.moves += not in_place
-        self._take(lent, moved, now, self._ingredients)
+        self._replace_weights(lent, moved, now, self._ingredients)
         return True
 
     def prepare(self) -> Reason | None:
@@ -402,7 +402,7 @@ class WeightCache:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # so that any stream may use them next
         self.moves += kept is not None and weights.pointers() != self._pointers()
-        self._take(weights, content, snapshot, ingredients)
+        self._replace_weights(weights, content, snapshot, ingredients)
         return None
 
     def _kept(
@@ -411,11 +411,11 @@ class WeightCache:
         """The weights at hand with a check of `now` and their copies, if preparing would give the same: from the same
         parameters with the same fingerprints, at the same versions or with the same digest. Second, the digest of what
         `now` read, or None if none was taken."""
-        taken, before = self._taken, self._ingredients
-        if taken is None or ingredients is None or before is None or ingredients[0] != before[0]:
+        current, before = self._current, self._ingredients
+        if current is None or ingredients is None or before is None or ingredients[0] != before[0]:
             return None, None
-        whole = now.with_copies(taken.weights.copies(), self._ops(now.sources.pointers.device))
-        lent = _lent_from(taken, now.parameters) if taken.content.agrees_with(whole) else None
+        whole = now.with_copies(current.weights.copies(), self._ops(now.sources.pointers.device))
+        lent = _lent_from(current, now.parameters) if current.content.agrees_with(whole) else None
         if lent is None:
             return None, None
         written = None in ingredients[1] or ingredients[1] != before[1]
@@ -424,11 +424,11 @@ class WeightCache:
 
     def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:
         """Weights from what `content` read, in the memory of the old ones, and `content` extended by their copies."""
-        taken = self._taken
-        self.repeats = self.repeats + 1 if taken is not None and _is_repeat(taken.content, content) else 0
+        current = self._current
+        self.repeats = self.repeats + 1 if current is not None and _is_repeat(current.content, content) else 0
         self._snapshot = self._ingredients = None  # where this fails midway, copies match neither state of the tower
-        weights = source.prepare(source.parameters(), None if taken is None else taken.weights)
-        self.prepared += 1
+        weights = source.prepare(source.parameters(), None if current is None else current.weights)
+        self.preparations += 1
         self.changes += not self._asked
         self._asked = False
         return weights, content.with_copies(weights.copies(), self._ops(content.sources.pointers.device))
@@ -440,28 +440,28 @@ class WeightCache:
 
     def _let_go(self, source: Source) -> None:
         """Forgets weights that keep memory alive which the tower no longer uses."""
-        taken = self._taken
-        if taken is not None and not taken.content.held_by(source.each_parameter()):
+        current = self._current
+        if current is not None and not current.content.held_by(source.each_parameter()):
             self.version += 1
             self._on_move()  # before the weights are forgotten: an interrupt must not leave graphs that read them
             self._forget()
 
     def _pointers(self) -> tuple[int, ...]:
-        taken = self._taken
-        return () if taken is None else taken.pointers
+        current = self._current
+        return () if current is None else current.pointers
 
-    def _take(
+    def _replace_weights(
         self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot, ingredients: Ingredients | None
     ) -> None:
         """Replaces the weights. The order matters, as other threads may be running and an interrupt may arrive at any
         point: until the snapshot is set, no run is accepted and the next call prepares weights. A run that read the old
         weights began with an older version."""
-        taken, before = _Taken.of(weights, content), self._pointers()
+        current, before = _CurrentWeights.of(weights, content), self._pointers()
         self._snapshot = self._refusal = None
         self._refusals = 0
-        if before and before != taken.pointers:
+        if before and before != current.pointers:
             self._on_move()
-        self._taken = taken
+        self._current = current
         self._ingredients = ingredients
         self.version += 1
         self._snapshot = snapshot

@@ -83,7 +83,7 @@ def serve_whole(
     group: Group,
     make: Callable[[], tuple[nn.Module | None, str]],
     encode: Encode,
-    take: Callable[[FusedEncoder], object],
+    attach: Callable[[FusedEncoder], object],
     logger: logging.Logger,
 ) -> str:
     """Lets a whole copy run in a sharded tower's place, filled from the shards later; returns why it cannot, or "". The
@@ -93,7 +93,7 @@ def serve_whole(
         built: `tower` as it was built; or why that is not known on this rank, so that none runs fused.
         make: builds the copy and fuses it, or says why it cannot, or must not, be fused.
         encode: see `ShardedTower`.
-        take: lets the tower call the handle of its copy: `fuse_sharded`.
+        attach: lets the tower call the handle of its copy: `fuse_sharded`.
 
     Raises:
         RuntimeError: this rank waited for another in vain; or one rank is strict, and none may run fused.
@@ -103,7 +103,7 @@ def serve_whole(
         served: Served = vars(whole)[SERVED]
         served.sharded = ShardedTower(tower, whole, served.handle, built, group, encode, logger)
         vars(tower)[SERVED] = served
-        take(served.handle)
+        attach(served.handle)
     return why_not
 
 
@@ -193,7 +193,7 @@ def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger, again: bool
     Args:
         again: every graph was captured before, so only the largest is captured.
     """
-    level = logging.DEBUG if handle.weights.prepared else logging.INFO
+    level = logging.DEBUG if handle.weights.preparations else logging.INFO
     try:
         with torch.inference_mode(False):
             handle.warmup(progress=iter, calls=_largest_call(handle) if again else None)

@@ -333,8 +333,8 @@ def _fuse_sharded(tower: nn.Module, noted: Noted) -> str:
         return whole, of_whole.wrong or _fuse(whole, of_whole)
 
     encode = functools.partial(encoded, _answer)
-    take = functools.partial(fuse_sharded, tower, call=run)
-    return serve_whole(tower, noted.built or noted.wrong, Group.of(get_tp_group()), make, encode, take, logger)
+    attach = functools.partial(fuse_sharded, tower, call=run)
+    return serve_whole(tower, noted.built or noted.wrong, Group.of(get_tp_group()), make, encode, attach, logger)
 
 
 def _grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | Reason:

@@ -44,7 +44,7 @@ from fusedvit.serving.agreement import (
     Group,
     told,
 )
-from fusedvit.serving.shards import Shard, layout_of
+from fusedvit.serving.shards import Shard, sharding_of
 
 Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | Reason]
 
@@ -122,7 +122,7 @@ class _Encoded(NamedTuple):
 class ShardedTower:
     """One rank's part of a tower: its shards, and the whole copy that runs fused.
 
-    The handle is that of the copy, and stands for `sharded`: calls of `sharded` are counted, its options are followed,
+    The handle is that of the copy, and serves `sharded`: calls of `sharded` are counted, its options are followed,
     and what keeps it from running fused is judged as for a tower that is not sharded. The copy is written here alone.
 
     Attributes:
@@ -152,7 +152,7 @@ class ShardedTower:
     def __post_init__(self) -> None:
         handle, judge = self.handle, weakref.WeakMethod(self.reason)
         self._agreement = Agreement(self.group, lambda: handle.config.strict)
-        handle.stand_for(self.sharded, lambda: None if (of_living := judge()) is None else of_living())
+        handle.serve_sharded(self.sharded, lambda: None if (of_living := judge()) is None else of_living())
 
     def __call__(self, pixels: torch.Tensor, grid: torch.Tensor | Reason) -> torch.Tensor | None:
         """All rows of a call, `[tokens, (1 + deepstack) * out]`; None: every rank runs the engine's code. Counts it.
@@ -289,7 +289,7 @@ class ShardedTower:
         try:
             detail = str(self.reason() or "")
             if not detail:
-                layout = layout_of(self.sharded, self.whole, self.group.size)
+                layout = sharding_of(self.sharded, self.whole, self.group.size)
                 self._take_dtypes()
                 cut = [p for p, shard in zip(self.sharded.parameters(), layout, strict=True) if shard.dim is not None]
                 room = cut[0].new_empty(self.group.size * max(p.numel() for p in cut)) if cut else None
@@ -390,5 +390,5 @@ class ShardedTower:
         return CheckedTower(self.sharded, family, self.handle.spec, self.built, wrong_parameters=self._wrong_parameters)
 
     def _wrong_parameters(self, plain: Plain, family: Family, spec: VisionSpec) -> str:
-        found = attempted(lambda: layout_of(self.sharded, self.whole, self.group.size), ValueError)
+        found = attempted(lambda: sharding_of(self.sharded, self.whole, self.group.size), ValueError)
         return unnamed(found) if isinstance(found, Exception) else ""

@@ -34,7 +34,7 @@ class Shard(NamedTuple):
                 begin += rows
 
 
-def layout_of(sharded: nn.Module, whole: nn.Module, size: int) -> tuple[Shard, ...]:
+def sharding_of(sharded: nn.Module, whole: nn.Module, size: int) -> tuple[Shard, ...]:
     """How the shards of each of a tower's parameters are joined.
 
     Raises:

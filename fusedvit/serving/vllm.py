@@ -318,8 +318,8 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
         built = told(error)
     encode = functools.partial(encoded, _answer)
-    take = functools.partial(fuse_sharded, tower, call=run)
-    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, take, logger)
+    attach = functools.partial(fuse_sharded, tower, call=run)
+    return serve_whole(tower, built, Group.of(get_tp_group()), make, encode, attach, logger)
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -442,7 +442,7 @@ def _state_of(norm: nn.Module | None, handle: FusedEncoder) -> tuple[Any, ...]:
     """
     buffers = (getattr(norm, "weight", None), getattr(norm, "bias", None))
     facts = [(t.data_ptr(), version_of(t), t.dtype) for t in buffers if isinstance(t, torch.Tensor)]
-    return norm, *buffers, (getattr(norm, "channel", None), handle.weights.prepared, *facts)
+    return norm, *buffers, (getattr(norm, "channel", None), handle.weights.preparations, *facts)
 
 
 def _same_state(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:

@@ -12,7 +12,7 @@ from transformers.utils import is_torchvision_available
 
 from fusedvit.kernels.patches import PatchLayout
 from fusedvit.pixels import BytePixels, stream, swap
-from fusedvit.pixels.patches import Source, patches_of
+from fusedvit.pixels.patches import SizedFrames, patches_of
 from fusedvit.pixels.resize import TORCH
 from tests.support.processors import image_processor, noise, video_processor
 
@@ -150,6 +150,6 @@ def test_a_new_size_waits_for_nothing(device: torch.device) -> None:
             torch.cuda._sleep(2 * 10**9)
         working = torch.cuda.Event()
         working.record()
-        patches_of([Source(each, (1, 20, 20), (280, 280))], PatchLayout(14, 2, 1), TORCH, device)
+        patches_of([SizedFrames(each, (1, 20, 20), (280, 280))], PatchLayout(14, 2, 1), TORCH, device)
     assert not working.query()
     torch.cuda.synchronize(device)

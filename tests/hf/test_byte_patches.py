@@ -162,7 +162,7 @@ PATHS: dict[str, Callable[[Any, Any], object]] = {
     "moved, warmup": lambda tower, handle: (moved(tower, handle), handle.warmup()),
     "outdate": lambda tower, handle: handle.weights.outdate(),
     "drop_graphs": lambda tower, handle: handle.drop_graphs(),
-    "pause": lambda tower, handle: handle._pause.begin(Reason(fallback.CHANGED, "")),
+    "pause": lambda tower, handle: handle._pause.begin(Reason(fallback.CHANGED_BETWEEN_CALLS, "")),
 }
 STEPS = {"floats": None, **KINDS}
 

@@ -45,7 +45,7 @@ def failing(error: Exception) -> Exit:
 
 
 def paused(handle: Any, tower: Any, call: Call) -> Any:
-    handle._pause.begin(Reason(fallback.CHANGING))
+    handle._pause.begin(Reason(fallback.CHANGED_DURING_CALL))
     return plain(handle, tower, call)
 
 

@@ -521,7 +521,7 @@ def test_calls_that_race_release_and_reconfigure(act: str) -> None:
 
     assert min(raced(tower, call, turn, seconds=1.5)) > 0
     stats = handle.stats()
-    assert set(stats["eager_runs"]) == {"no GPU"} and stats["original"].keys() <= {fallback.CHANGING}
+    assert set(stats["eager_runs"]) == {"no GPU"} and stats["original"].keys() <= {fallback.CHANGED_DURING_CALL}
 
 
 def test_reconfigure_that_races_calls_leaves_no_empty_reason() -> None:
@@ -553,7 +553,7 @@ def test_weights_that_somebody_writes_all_the_time_end_in_the_original_code() ->
 
     handle.weights.read_back = overtaken  # type: ignore[method-assign]
     assert_bitwise(call.run(tower), call.run(fusedvit.unfuse(copy_of(tower))))
-    assert handle.stats()["original"] == {fallback.CHANGING: 1}
+    assert handle.stats()["original"] == {fallback.CHANGED_DURING_CALL: 1}
 
 
 WARMUP: dict[str, Callable[[Any], object]] = {

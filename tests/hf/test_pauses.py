@@ -32,19 +32,19 @@ Replace = Callable[[Any], None]
 
 
 def test_a_pause_doubles_up_to_a_limit_and_ends() -> None:
-    pause, why, lengths = Pause(), Reason(fallback.CHANGING), []
-    assert pause.take() is None and not pause.again
+    pause, why, lengths = Pause(), Reason(fallback.CHANGED_DURING_CALL), []
+    assert pause.skip_call() is None and not pause.again
     for _ in range(10):
         pause.begin(why)
         assert pause.again
         count = 0
-        while pause.take() is why:
+        while pause.skip_call() is why:
             count += 1
         lengths.append(count)
     assert lengths[:3] == [FIRST, 2 * FIRST, 4 * FIRST] and lengths[-2:] == [MOST, MOST]
     pause.begin(why)
     pause.end()
-    assert pause.take() is None and not pause.again
+    assert pause.skip_call() is None and not pause.again
 
 
 def test_calls_that_prepare_are_counted_in_a_row() -> None:
@@ -70,10 +70,10 @@ def test_one_change_after_a_pause_begins_no_other() -> None:
     pause, changes = Pause(), itertools.count(1)
     for _ in range(10 * MOST_PREPARING):
         if pause.prepares(next(changes)):
-            pause.begin(Reason(fallback.CHANGED))
-        while pause.take() is not None:
+            pause.begin(Reason(fallback.CHANGED_BETWEEN_CALLS))
+        while pause.skip_call() is not None:
             pass
-    pause.begin(Reason(fallback.CHANGING))
+    pause.begin(Reason(fallback.CHANGED_DURING_CALL))
     assert not pause.prepares(next(changes)) and pause.prepares(next(changes))
     for _ in range(MOST_PREPARING // AS_MUCH_AS):
         pause.holds()
@@ -133,7 +133,7 @@ def test_weights_written_during_every_run_are_not_prepared_again_and_again(write
         found = call.run(tower)
         assert_bitwise(found, expected_of(tower, call))
     stats = handle.stats()
-    assert stats["original"] == {fallback.CHANGING: stats["calls"]} and stats["fused"] == 0
+    assert stats["original"] == {fallback.CHANGED_DURING_CALL: stats["calls"]} and stats["fused"] == 0
     assert stats["refreshes"] <= 1 + OVERTAKEN + MOST_RUNS + 3
     stop()
     call.run(tower)  # prepares
@@ -169,7 +169,7 @@ def test_strict_pauses_for_nothing() -> None:
     call = Call.of(tower, GRIDS["smallest"])
     handle = fusedvit.fuse(tower, STRICT)
     stop = written_during_each_run(handle, tower, add)
-    with pytest.raises(RuntimeError, match=fallback.CHANGING):
+    with pytest.raises(RuntimeError, match=fallback.CHANGED_DURING_CALL):
         call.run(tower)
     stop()
     for _ in range(2 * MOST_REPEATS):
@@ -209,15 +209,15 @@ def test_equal_parameters_at_each_call(replace: Replace, caplog: pytest.LogCaptu
         assert handle.stats()["fused"] == min(i + 1, 1 + MOST_REPEATS)
         replace(tower)
     stats = handle.stats()
-    assert stats["refreshes"] == 1 + MOST_REPEATS and stats["original"] == {fallback.REPLACED: FIRST}
+    assert stats["refreshes"] == 1 + MOST_REPEATS and stats["original"] == {fallback.REPLACED_BETWEEN_CALLS: FIRST}
     assert stats["weights_mib"] == 0 and handle.reason() is None
-    assert [fallback.REPLACED in r.getMessage() for r in caplog.records if r.name == "fusedvit"] == [True]
+    assert [fallback.REPLACED_BETWEEN_CALLS in r.getMessage() for r in caplog.records if r.name == "fusedvit"] == [True]
     for i, p in enumerate(tower.parameters()):  # what the next calls take is what is there by then
         p.data.copy_(like(p, i))
     for _ in range(2 + 2 * FIRST):
         assert_same(call.run(tower), expected_of(tower, call))
         replace(tower)
-    assert handle.stats()["original"] == {fallback.REPLACED: FIRST + 2 * FIRST}
+    assert handle.stats()["original"] == {fallback.REPLACED_BETWEEN_CALLS: FIRST + 2 * FIRST}
     call.run(tower)
     before = handle.stats()["fused"]
     for _ in range(2):  # nobody replaces them any more
@@ -256,12 +256,12 @@ def test_other_values_at_each_call(write: Callable[[Any], None]) -> None:
         write(tower)
     stats = handle.stats()
     assert (stats["fused"], stats["refreshes"]) == (MOST_PREPARING + 2, MOST_PREPARING + 2)
-    assert stats["original"] == {fallback.CHANGED: 2 * FIRST} and "paused" in stats["state"]
+    assert stats["original"] == {fallback.CHANGED_BETWEEN_CALLS: 2 * FIRST} and "paused" in stats["state"]
     for _ in range(FIRST + 4 * FIRST):  # nobody writes any more: the pause that has begun is the last
         assert_same(call.run(tower), expected_of(tower, call))
     stats = handle.stats()
     assert (stats["fused"], stats["refreshes"]) == (MOST_PREPARING + 2 + 4 * FIRST, MOST_PREPARING + 3)
-    assert stats["original"] == {fallback.CHANGED: 3 * FIRST}
+    assert stats["original"] == {fallback.CHANGED_BETWEEN_CALLS: 3 * FIRST}
 
 
 def test_an_adapter_that_is_switched_on_and_off_in_turn() -> None:
@@ -278,7 +278,7 @@ def test_an_adapter_that_is_switched_on_and_off_in_turn() -> None:
         tower.requires_grad_(False)
         assert_same(call.run(tower), expected_of(tower, call))
     assert handle.stats()["refreshes"] == MOST_PREPARING + 2
-    assert handle.stats()["original"].keys() == {fallback.CHANGED}
+    assert handle.stats()["original"].keys() == {fallback.CHANGED_BETWEEN_CALLS}
 
 
 def test_training_under_a_reentrant_checkpoint() -> None:
@@ -295,7 +295,7 @@ def test_training_under_a_reentrant_checkpoint() -> None:
         optimizer.step()
         optimizer.zero_grad()
     original = handle.stats()["original"]
-    assert original == {fallback.GRADIENTS: MOST_PREPARING + FIRST, fallback.CHANGED: FIRST}
+    assert original == {fallback.GRADIENTS: MOST_PREPARING + FIRST, fallback.CHANGED_BETWEEN_CALLS: FIRST}
     assert handle.stats()["refreshes"] == MOST_PREPARING
 
 
@@ -321,7 +321,7 @@ def test_a_handle_says_that_its_tower_pauses(write: Callable[[Any], None]) -> No
         assert handle.reason() is None and handle.stats()["state"] == "fused"
         call.run(tower)
         write(tower)
-    kind = fallback.CHANGED if write is add else fallback.REPLACED
+    kind = fallback.CHANGED_BETWEEN_CALLS if write is add else fallback.REPLACED_BETWEEN_CALLS
     for left in range(FIRST, 0, -1):
         reason, text = handle.reason(), f"paused for {left} more call{'s' * (left > 1)}, or until refresh()"
         assert reason is not None and reason.kind == kind and text in reason.detail
@@ -366,4 +366,4 @@ def test_tower_that_accelerate_offloads_as_one() -> None:
     cpu_offload(owner, execution_device="cpu", preload_module_classes=[type(tower).__name__])
     for _ in range(MOST_REPEATS + 1 + FIRST):
         assert_same(call.run(tower), expected)
-    assert handle.stats()["original"].get(fallback.REPLACED, 0) >= FIRST - 1
+    assert handle.stats()["original"].get(fallback.REPLACED_BETWEEN_CALLS, 0) >= FIRST - 1

@@ -21,7 +21,7 @@ import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.data_parallel import DataParallelEncoder, _Threads
 from fusedvit.errors import Reason
-from fusedvit.fused_encoder import rows_of
+from fusedvit.fused_encoder import rows_of_record
 from tests.hf.test_forks import answer_of_child, held
 from tests.support.towers import copy_of, error_of, pixels_for, tiny_model, vision_tower
 from tests.support.waiting import PATIENCE, until
@@ -42,7 +42,7 @@ def trio() -> Trio:
 
 def expected_of(tower: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     plain = fusedvit.unfuse(copy_of(tower))
-    return rows_of(plain(pixels, torch.tensor(GRID), return_dict=True))
+    return rows_of_record(plain(pixels, torch.tensor(GRID), return_dict=True))
 
 
 def change(tower: nn.Module, factor: float = 1.1) -> None:
@@ -287,7 +287,7 @@ def test_new_options_reach_copies(trio: Trio, again: bool) -> None:
     fusedvit.fuse(tower, config)
     if again:
         tower.blocks[0].norm1 = copy.deepcopy(tower.blocks[0].norm1).double()
-        encoder._copies[0].take(tower)
+        encoder._copies[0].update_from(tower)
     assert [h.config for h in of_copies(encoder)] == [config] * 2
 
 
@@ -447,7 +447,7 @@ def test_what_cannot_be_copied_is_shared(trio: Trio, name: str) -> None:
     tower, encoder, pixels = trio
     CHANGES[name](tower)
     change(tower)
-    assert is_right(encoder(pixels, GRID), rows_of(tower(pixels, torch.tensor(GRID), return_dict=True)))
+    assert is_right(encoder(pixels, GRID), rows_of_record(tower(pixels, torch.tensor(GRID), return_dict=True)))
     assert [s["original"] for s in fusedvit.fuse(tower).stats()["copies"]] == [{}] * 2
     other = DataParallelEncoder(tower, ["cpu"] * 2)  # copies are made of it, too
     assert is_right(other(pixels, GRID), encoder(pixels, GRID))

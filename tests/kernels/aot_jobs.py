@@ -58,7 +58,10 @@ def main() -> None:
     runs = MetaRuns(spec, dtype, limits_for(spec, dtype, MEMORY), lambda: target)
     weights = meta_weights(spec, family.names, dtype, True)
     with mock.patch.object(launch.KernelJob, "of", noted), loading_from_cache(Keys()):
-        for run in (*(Run(budget, True, (0, 1, 2)) for budget in BUDGETS), Run(4096, False, (0, 1, 2))):
+        for run in (
+            *(Run((0, 1, 2), graph_budget=budget) for budget in BUDGETS),
+            Run((0, 1, 2), eager_patch_tokens=4096),
+        ):
             runs.launch(run, weights)
     found, other = {}, []
     for kernel, given, constants, options, job in launches:

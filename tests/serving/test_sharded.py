@@ -22,7 +22,7 @@ from fusedvit.serving.agreement import FAILED, FUSED, OWN, STALE, Agreement, Out
 from fusedvit.serving.engine_calls import encoded
 from fusedvit.serving.served import Served, writing, writing_part
 from fusedvit.serving.sharded import ShardedTower, agreed_whole
-from fusedvit.serving.shards import Shard, layout_of
+from fusedvit.serving.shards import Shard, sharding_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -127,9 +127,9 @@ def tower_of(weight: tuple[int, ...], **attributes: Any) -> nn.Module:
 def test_layouts(shard: Any, whole: Any, attributes: Any, expected: Any) -> None:
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            layout_of(tower_of(shard, **attributes), tower_of(whole), RANKS)
+            sharding_of(tower_of(shard, **attributes), tower_of(whole), RANKS)
         return
-    (found,) = layout_of(tower_of(shard, **attributes), tower_of(whole), RANKS)
+    (found,) = sharding_of(tower_of(shard, **attributes), tower_of(whole), RANKS)
     assert (found.dim, found.parts if found.dim == 0 else expected[1]) == expected
 
 

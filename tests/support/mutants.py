@@ -528,7 +528,7 @@ MUTANTS = (
     _never(
         "graphs of addresses of before",
         CACHE,
-        "before and before != taken.pointers",
+        "before and before != current.pointers",
         "hf/memory:graphs_go hf/memory:no_kernel",
     ),
     Mutant("content that was lost", READ, "lost = n is not None and not", "lost = False and not", "hf/memory:sleep"),
@@ -671,8 +671,8 @@ MUTANTS = (
     Mutant(
         "shares on copies that are written",
         PARALLEL,
-        "wait(tuple(self._under_way))\n            for copied in self._copies:\n                copied.take",
-        "for copied in self._copies:\n                copied.take",
+        "wait(tuple(self._under_way))\n            for copied in self._copies:\n                copied.update_from",
+        "for copied in self._copies:\n                copied.update_from",
         "hf/tower_copies:no_copy",
     ),
     Mutant(
@@ -778,7 +778,7 @@ MUTANTS = (
     Mutant(
         "content of kept weights",
         CACHE,
-        "if taken.content.agrees_with(whole) else None",
+        "if current.content.agrees_with(whole) else None",
         "if True else None",
         "hf/kept_weights:written_meanwhile",
     ),
@@ -855,7 +855,7 @@ MUTANTS = (
     Mutant(
         "a refusal before a call",
         ENCODER,
-        "source.refusal() if found is None and",
+        "source.reason_of_fp16() if found is None and",
         "None if found is None and",
         "hf/fp16_range:what_fp16",
     ),

@@ -5,12 +5,12 @@ import pytest
 import torch
 from einops import rearrange
 
-from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO, PatchLayout, VisionInput, prepare, rows_from_frames
+from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO, InputLayout, VisionInput, prepare, rows_from_frames
 from fusedvit.pixels import BytePixels
 from fusedvit.pixels.media import Media, MediaError, load_one
 
 pytest.importorskip("transformers")
-LAYOUT = PatchLayout()
+LAYOUT = InputLayout()
 
 
 def _noise(frames: int, height: int, width: int) -> np.ndarray:
@@ -21,7 +21,7 @@ def _video(frames: np.ndarray) -> Media:
     return Media("noise", "video", frames, len(frames))
 
 
-def _by_hand(frames: np.ndarray, layout: PatchLayout) -> torch.Tensor:
+def _by_hand(frames: np.ndarray, layout: InputLayout) -> torch.Tensor:
     """Merge-block order written out, for frames that need no resizing."""
     pixels = (torch.from_numpy(frames).float() / 255 - torch.tensor(layout.mean)) / torch.tensor(layout.std)
     return rearrange(
@@ -60,8 +60,8 @@ def test_still_video_is_the_image() -> None:
 
 
 @pytest.mark.parametrize("frames", [2, 6])
-@pytest.mark.parametrize("layout", [LAYOUT, PatchLayout(patch_size=14, mean=(0.48, 0.45, 0.4), std=(0.27, 0.26, 0.28))])
-def test_video_order_is_merge_block(frames: int, layout: PatchLayout) -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, InputLayout(patch_size=14, mean=(0.48, 0.45, 0.4), std=(0.27, 0.26, 0.28))])
+def test_video_order_is_merge_block(frames: int, layout: InputLayout) -> None:
     side = layout.patch_size * layout.merge_size
     clip = _noise(frames, 3 * side, 4 * side)
     item = rows_from_frames(clip, layout)
@@ -103,7 +103,7 @@ def test_few_rows_are_no_channels(size: tuple[int, int]) -> None:
 
 
 def test_pixels_stay_within_the_layout() -> None:
-    item = prepare(load_one(SAMPLE_IMAGE), PatchLayout(max_pixels=128 * 128))
+    item = prepare(load_one(SAMPLE_IMAGE), InputLayout(max_pixels=128 * 128))
     t, h, w = item.grid_thw[0].tolist()
     assert t == 1 and h % 2 == w % 2 == 0 and h * w <= 64
 

@@ -81,20 +81,20 @@ def test_it_is_taken_once_and_what_is_wrong_is_said_once(
     monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: replace(H100, num_sms=100 + device.index))
     entered: list[Path] = []
     monkeypatch.setattr(compiled_kernels, "enter", lambda folder, into: entered.append(folder))
-    compiled_kernels.take(torch.device("cuda", 32))
+    compiled_kernels.enter_kernels(torch.device("cuda", 32))
     assert entered == [], "no folder is named"
     monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path))
     with caplog.at_level(logging.WARNING, "fusedvit"):
-        compiled_kernels.take(torch.device("cpu"))
-        compiled_kernels.take(torch.device("cuda", 31))
+        compiled_kernels.enter_kernels(torch.device("cpu"))
+        compiled_kernels.enter_kernels(torch.device("cuda", 31))
         assert entered == [] and "manifest.json is not readable" in caplog.text
         (tmp_path / "manifest.json").write_text(json.dumps(found()))
         caplog.clear()
         for _ in range(2):
-            compiled_kernels.take(torch.device("cuda", 32))
+            compiled_kernels.enter_kernels(torch.device("cuda", 32))
         assert entered == [tmp_path] and not caplog.records
         for _ in range(2):
-            compiled_kernels.take(torch.device("cuda", 33))
+            compiled_kernels.enter_kernels(torch.device("cuda", 33))
     assert entered == [tmp_path] * 2 and [r.getMessage().startswith("fusedvit: ") for r in caplog.records] == [True]
 
 
@@ -135,9 +135,9 @@ def test_where_nothing_takes_files_it_is_said(
         triton.knobs.cache.dir = str(tmp_path / cache) if cache else ""
         with monkeypatch.context() as here:
             here.setattr(compiled_kernels.tempfile, "mkdtemp", full)
-            compiled_kernels.take(torch.device("cuda", 34))
+            compiled_kernels.enter_kernels(torch.device("cuda", 34))
         assert "are not used: [Errno 28] No space left on device" in caplog.text
-        compiled_kernels.take(torch.device("cuda", 35))
+        compiled_kernels.enter_kernels(torch.device("cuda", 35))
         assert (Path(triton.knobs.cache.dir) / "kernel" / "launcher.so").read_bytes() == b"code"
     assert len(caplog.records) == 1 and not (tmp_path / "kernel").exists()
 
@@ -155,10 +155,10 @@ def test_a_folder_that_the_system_cannot_read_now_is_taken_later(
         for place in ("_read", "_to_enter"):
             with monkeypatch.context() as here:
                 here.setattr(compiled_kernels, place, mock.Mock(side_effect=OSError(24, "Too many open files")))
-                compiled_kernels.take(torch.device("cuda", 36))
+                compiled_kernels.enter_kernels(torch.device("cuda", 36))
             assert "are not used: [Errno 24]" in caplog.text and not (tmp_path / "cache" / "kernel").exists()
             caplog.clear()
-        compiled_kernels.take(torch.device("cuda", 36))
+        compiled_kernels.enter_kernels(torch.device("cuda", 36))
     assert (tmp_path / "cache" / "kernel" / "launcher.so").read_bytes() == b"code" and not caplog.records
 
 

@@ -39,16 +39,15 @@ class Weights:
 
 
 def graph(budget: int) -> Run:
-    return Run(budget, True, KINDS)
+    return Run(KINDS, graph_budget=budget)
 
 
 def kernels_of(run: Run) -> list[str]:
     """One that every run shares, one that two neighbours share, one of its own."""
-    return (
-        ["around"]
-        if run == AROUND
-        else ["around", f"pair {run.tokens.bit_length() // 2}", f"own {run.tokens} {run.graph}"]
-    )
+    if run == AROUND:
+        return ["around"]
+    tokens = run.graph_budget or run.eager_patch_tokens
+    return ["around", f"pair {tokens.bit_length() // 2}", f"own {tokens} {run.graph_budget > 0}"]
 
 
 @pytest.fixture
@@ -172,7 +171,7 @@ def test_eager_runs_and_other_kinds_of_pixels_are_runs_of_their_own(compiler: Fa
     loader, _weights = loader_on(compiler)
     compiler.at_once = True
     loader.need([graph(256)], wait=True)
-    others = {Run(256, False, KINDS), Run(512, True, (0, 1))}
+    others = {Run(KINDS, eager_patch_tokens=256), Run((0, 1), graph_budget=512)}
     for run in others:
         with pytest.raises(KernelsNotReady):
             call(loader, compiler, run)
@@ -207,7 +206,7 @@ def test_a_launch_that_nobody_foresaw_compiles_nothing_and_is_sent_for(compiler:
     compiler.at_once = True
     loader.need([graph(64)], wait=True)
     compiler.at_once = False
-    unforeseen = Run(64, True, (7,))
+    unforeseen = Run((7,), graph_budget=64)
     with pytest.raises(KernelsNotReady), loader.guard([graph(64)]):
         compiler.launches = lambda run: ["of an odd address"]
         compiler.launch(unforeseen, None)
@@ -468,7 +467,7 @@ def test_compilers_start_before_the_first_weights_are_prepared(monkeypatch: pyte
     done: list[str] = []
     service = SimpleNamespace(start_early=lambda: done.append("start"))
     monkeypatch.setattr(prepared_tower, "service_of", lambda process: service)
-    monkeypatch.setattr(prepared_tower.compiled_kernels, "take", lambda device: done.append("take"))
+    monkeypatch.setattr(prepared_tower.compiled_kernels, "enter_kernels", lambda device: done.append("enter"))
     expect, prepare = PreparedTower.expect_kernels, CheckedTower.prepare
     monkeypatch.setattr(PreparedTower, "expect_kernels", lambda self, device: expect(self, torch.device("cuda")))
     monkeypatch.setattr(CheckedTower, "prepare", lambda *given: done.append("prepare") or prepare(*given))
@@ -480,7 +479,7 @@ def test_compilers_start_before_the_first_weights_are_prepared(monkeypatch: pyte
     assert done == []
     hook.remove()
     handle.refresh()
-    assert done == ["take", "start", "prepare"]
+    assert done == ["enter", "start", "prepare"]
     tower(pixels_for(tower, [(1, 4, 4)]), torch.tensor([(1, 4, 4)]))
     handle.refresh()
     expect(fuse(vision_tower()).prepared, torch.device("cpu"))

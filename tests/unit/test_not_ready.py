@@ -49,7 +49,7 @@ class Fused:
 
     def ready(self) -> set[int]:
         """Budgets whose graphs have their kernels."""
-        return {run.tokens for run in self.loader.ready if run.graph}
+        return {run.graph_budget for run in self.loader.ready if run.graph_budget}
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def launching(compiler: FakeCompiler) -> Iterator[None]:
 
     def launched(encoder: CapturedEncoder, budget: int) -> None:
         if launch.from_cache() is not None:
-            compiler.launch(Run(budget, True, (0,)), None)
+            compiler.launch(Run((0,), graph_budget=budget), None)
         run(encoder, budget)
 
     with mock.patch.object(CapturedEncoder, "run", launched):
@@ -97,7 +97,7 @@ def test_original_until_it_is_ready_then_fused_and_the_same_bits(
 
 
 def test_the_first_call_is_fused_where_the_cache_has_its_kernels(compiler: FakeCompiler, fused: Fused) -> None:
-    compiler.cached.update(kernels_of(Run(16, True, (0,))))
+    compiler.cached.update(kernels_of(Run((0,), graph_budget=16)))
     pixels = Call.of(fused.tower, GRID).pixels
     with launching(compiler):
         answers = [answer(fused.tower, pixels, GRID) for _ in range(2)]
@@ -131,7 +131,7 @@ def test_without_graphs_too(compiler: FakeCompiler, fused: Fused) -> None:
     until(lambda: len(compiler.names()) == 3)
     assert [name for name in compiler.names() if name.startswith("own")] == ["own 64 False"]
     compiler.finish_all()
-    until(lambda: any(not run.graph for run in fused.loader.ready))
+    until(lambda: any(not run.graph_budget for run in fused.loader.ready))
     answer(fused.tower, pixels, GRID)
     assert fused.counts() == (1, 1)
 
@@ -141,14 +141,14 @@ def test_now_waits(compiler: FakeCompiler, fused: Fused) -> None:
     compiler.at_once = True
     answer(fused.tower, Call.of(fused.tower, GRID).pixels, GRID)
     assert fused.counts() == (1, 0) and all(request.urgent for request in compiler.sent)
-    assert set(compiler.names()) == set(kernels_of(Run(16, True, (0,))))
+    assert set(compiler.names()) == set(kernels_of(Run((0,), graph_budget=16)))
 
 
 @pytest.mark.parametrize("cached", [0, 1, len(LIMITS.token_budgets)])
 def test_warmup_waits_for_kernels_that_are_missing(compiler: FakeCompiler, fused: Fused, cached: int) -> None:
     """Where all are there, nothing is listed or sent: captures take them from the cache."""
     compiler.at_once, budgets = True, sorted(LIMITS.token_budgets)
-    there = {name for budget in budgets[len(budgets) - cached :] for name in kernels_of(Run(budget, True, (0,)))}
+    there = {name for budget in budgets[len(budgets) - cached :] for name in kernels_of(Run((0,), graph_budget=budget))}
     compiler.cached.update(there)
     listed = []
 

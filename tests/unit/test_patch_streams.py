@@ -12,7 +12,7 @@ from fusedvit.kernels.patches import PatchLayout
 from fusedvit.pixels import patches
 from fusedvit.pixels.resize import TORCH
 
-STILL = patches.Source(torch.zeros(1, 28, 28, 3, dtype=torch.uint8), (1, 2, 2), (28, 28))
+STILL = patches.SizedFrames(torch.zeros(1, 28, 28, 3, dtype=torch.uint8), (1, 2, 2), (28, 28))
 GPU = torch.device("cuda", 0)
 
 

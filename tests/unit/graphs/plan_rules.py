@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fusedvit.graphs.limits import Limits
-from fusedvit.graphs.packing import Batch, Piece, Plan, Work
+from fusedvit.graphs.packing import Batch, ItemSize, Piece, Plan
 
 
-def faults(works: list[Work], limits: Limits, plan: Plan) -> list[str]:
+def faults(sizes: list[ItemSize], limits: Limits, plan: Plan) -> list[str]:
     """What is wrong with a plan, in words; nothing about its cost."""
     found = [fault for batch in plan.batches for fault in batch_faults(batch, limits)]
     if [batch.pieces[0] for batch in plan.batches] != sorted(batch.pieces[0] for batch in plan.batches):
@@ -15,11 +15,11 @@ def faults(works: list[Work], limits: Limits, plan: Plan) -> list[str]:
     if list(plan.overflow) != sorted(plan.overflow):
         found.append("overflow out of order")
     planned = sorted(piece for batch in plan.batches for piece in batch.pieces)
-    for item, work in enumerate(works):
+    for item, size in enumerate(sizes):
         pieces = [piece for piece in planned if piece.item == item]
         eager = [piece for piece in plan.overflow if piece.item == item]
-        found += [f"item {item}: {fault}" for fault in item_faults(item, work, pieces, eager, limits)]
-    if any(piece.item >= len(works) for piece in [*planned, *plan.overflow]):
+        found += [f"item {item}: {fault}" for fault in item_faults(item, size, pieces, eager, limits)]
+    if any(piece.item >= len(sizes) for piece in [*planned, *plan.overflow]):
         found.append("an item that nobody gave")
     return found
 
@@ -39,34 +39,34 @@ def batch_faults(batch: Batch, limits: Limits) -> Iterator[str]:
         yield "pieces out of order"
 
 
-def item_faults(item: int, work: Work, pieces: list[Piece], eager: list[Piece], limits: Limits) -> Iterator[str]:
-    most, overflows = expected(work, limits)
-    if eager != ([Piece(item, 0, work.frames, work.frames * work.frame_tokens)] if overflows else []):
+def item_faults(item: int, size: ItemSize, pieces: list[Piece], eager: list[Piece], limits: Limits) -> Iterator[str]:
+    most, overflows = expected(size, limits)
+    if eager != ([Piece(item, 0, size.frames, size.frames * size.frame_tokens)] if overflows else []):
         yield f"overflow is {eager}"
     if not most:
         if pieces:
             yield "planned"
         return
     frames = [frame for piece in pieces for frame in range(piece.first_frame, piece.first_frame + piece.frames)]
-    if frames != list(range(work.frames)):
+    if frames != list(range(size.frames)):
         yield "not every frame once"
-    if any(piece.tokens != piece.frames * work.frame_tokens for piece in pieces):
+    if any(piece.tokens != piece.frames * size.frame_tokens for piece in pieces):
         yield "tokens miscounted"
-    if len(pieces) != -(-work.frames // most):
+    if len(pieces) != -(-size.frames // most):
         yield "not as few pieces as possible"
     if pieces and max(piece.frames for piece in pieces) - min(piece.frames for piece in pieces) > 1:
         yield "unevenly filled"
 
 
-def expected(work: Work, limits: Limits) -> tuple[int, bool]:
+def expected(size: ItemSize, limits: Limits) -> tuple[int, bool]:
     """(frames that a piece may have at most, or 0 if the item has no pieces; whether it goes eager)."""
-    tokens = work.frames * work.frame_tokens
+    tokens = size.frames * size.frame_tokens
     if tokens == 0:
         return 0, False
-    if tokens <= limits.largest and work.frames <= limits.max_frames:
-        return work.frames, False
-    if work.frame_tokens <= limits.largest:
-        return min(limits.max_frames, limits.largest // work.frame_tokens), False
+    if tokens <= limits.largest and size.frames <= limits.max_frames:
+        return size.frames, False
+    if size.frame_tokens <= limits.largest:
+        return min(limits.max_frames, limits.largest // size.frame_tokens), False
     return 0, True
 
 

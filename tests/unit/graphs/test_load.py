@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fusedvit.graphs.load import balance, load, patch_constant
-from fusedvit.graphs.packing import Piece, Work
+from fusedvit.graphs.packing import ItemSize, Piece
 
 
 def multiply_adds(patches: int, hidden: int, intermediate: int, mlp_matrices: int) -> int:
@@ -34,13 +34,19 @@ def test_qwen3_vl_8b():
     assert patch_constant(1152, 4304) == 6608
 
 
-works = st.lists(st.builds(Work, st.integers(0, 70), st.integers(0, 300)), max_size=12)
+sizes = st.lists(st.builds(ItemSize, st.integers(0, 70), st.integers(0, 300)), max_size=12)
 
 
-OVERFILLED = [Work(9, 209), Work(13, 91), Work(23, 123), Work(26, 92), Work(36, 60)]  # a part by half a frame
+OVERFILLED = [
+    ItemSize(9, 209),
+    ItemSize(13, 91),
+    ItemSize(23, 123),
+    ItemSize(26, 92),
+    ItemSize(36, 60),
+]  # a part by half a frame
 
 
-@given(works, st.integers(1, 5))
+@given(sizes, st.integers(1, 5))
 @example(OVERFILLED, 4)
 def test_balance_gives_every_frame_to_one_part(items, parts):
     shares = balance(items, parts, 100.0)
@@ -48,23 +54,23 @@ def test_balance_gives_every_frame_to_one_part(items, parts):
     frames = Counter(
         (p.item, f) for share in shares for p in share for f in range(p.first_frame, p.first_frame + p.frames)
     )
-    assert frames == Counter((i, f) for i, work in enumerate(items) if all(work) for f in range(work.frames))
+    assert frames == Counter((i, f) for i, size in enumerate(items) if all(size) for f in range(size.frames))
     assert all(list(share) == sorted(share) for share in shares)
     assert all(p.tokens == p.frames * items[p.item].frame_tokens for share in shares for p in share)
 
 
-@given(works, st.integers(1, 5))
+@given(sizes, st.integers(1, 5))
 def test_no_part_is_above_the_mean_by_more_than_a_frame(items, parts):
     """Nor, where a part holds images alone, above the mean by more than an image."""
     loads = [
         sum(load([(p.frames, items[p.item].frame_tokens)], 100.0) for p in share)
         for share in balance(items, parts, 100.0)
     ]
-    frame = max([load([(1, work.frame_tokens)], 100.0) for work in items if all(work)], default=0)
+    frame = max([load([(1, size.frame_tokens)], 100.0) for size in items if all(size)], default=0)
     assert max(loads) <= sum(loads) / parts + frame + 1e-6
 
 
 def test_one_video_over_two_parts():
-    assert balance([Work(64, 784)], 2, 6608.0) == ((Piece(0, 0, 32, 32 * 784),), (Piece(0, 32, 32, 32 * 784),))
+    assert balance([ItemSize(64, 784)], 2, 6608.0) == ((Piece(0, 0, 32, 32 * 784),), (Piece(0, 32, 32, 32 * 784),))
     with pytest.raises(ValueError, match="at least 1"):
         balance([], 0, 1.0)

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from fusedvit.graphs.limits import check_limits
-from fusedvit.graphs.packing import Batch, Piece, Plan, Work, pack
+from fusedvit.graphs.packing import Batch, ItemSize, Piece, Plan, pack
 from tests.unit.graphs.plan_rules import faults, pieces_of
 
 LIMITS = check_limits((64, 256, 1024, 4096), 8, 32)
-WORKS = [Work(1, 300), Work(40, 100), Work(1, 5000), Work(1, 3900), Work(0, 9)]
+SIZES = [ItemSize(1, 300), ItemSize(40, 100), ItemSize(1, 5000), ItemSize(1, 3900), ItemSize(0, 9)]
 Change = Callable[[Plan], Plan]
 
 
@@ -67,7 +67,7 @@ PLANTED: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("plant, said", PLANTED.values(), ids=PLANTED)
 def test_planted_bugs_are_found(plant: Change, said: str) -> None:
-    plan = pack(WORKS, LIMITS)
-    assert faults(WORKS, LIMITS, plan) == []
-    found = faults(WORKS, LIMITS, plant(plan))
+    plan = pack(SIZES, LIMITS)
+    assert faults(SIZES, LIMITS, plan) == []
+    found = faults(SIZES, LIMITS, plant(plan))
     assert any(said in fault for fault in found), found
