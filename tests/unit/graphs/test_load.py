@@ -37,13 +37,8 @@ def test_qwen3_vl_8b():
 sizes = st.lists(st.builds(ItemSize, st.integers(0, 70), st.integers(0, 300)), max_size=12)
 
 
-OVERFILLED = [
-    ItemSize(9, 209),
-    ItemSize(13, 91),
-    ItemSize(23, 123),
-    ItemSize(26, 92),
-    ItemSize(36, 60),
-]  # a part by half a frame
+# A part is overfilled by half a frame.
+OVERFILLED = [ItemSize(9, 209), ItemSize(13, 91), ItemSize(23, 123), ItemSize(26, 92), ItemSize(36, 60)]
 
 
 @given(sizes, st.integers(1, 5))
