@@ -206,10 +206,10 @@ def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], fam
     Args:
         shards: whether it may be a shard.
     """
-    if isinstance(found, torch.Tensor) and _is_flattened(found):
-        return _FLATTENED.format(name)
     if not isinstance(found, torch.Tensor) or nn.parameter.is_lazy(found):  # it has no shape, or none yet
         return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
+    if _is_flattened(found):
+        return _FLATTENED.format(name)
     if _flat(tuple(found.shape)) != shape:
         return _differs(f"the shape of {name}", tuple(found.shape), shape)
     if _is_shard(found):

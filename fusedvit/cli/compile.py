@@ -14,7 +14,7 @@ from fusedvit.bench.towers import GEOMETRIES, family_and_spec, known
 from fusedvit.checkpoint import tower_config
 from fusedvit.cli.console import Outcome, new_console, progress_bar
 from fusedvit.cli.towers import dtype_of
-from fusedvit.errors import InputError, UnsupportedModel, of_folder, unnamed
+from fusedvit.errors import OF_ODD_OBJECTS, InputError, UnsupportedModel, of_folder, unnamed
 from fusedvit.families.base import Family
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.launch import KernelJob
@@ -63,7 +63,7 @@ def _tower_of(model: str) -> tuple[Family, VisionSpec]:
     family, config = tower_config(model)
     try:
         return family, family.spec_from_config(config)
-    except (ValueError, TypeError, ArithmeticError) as error:
+    except OF_ODD_OBJECTS as error:
         raise UnsupportedModel(f"{model}: {unnamed(error)}") from error
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from fusedvit.api import fuse_sharded, fuse_tower
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.fallback import ENGINE
-from fusedvit.errors import Reason, unnamed
+from fusedvit.errors import OF_ODD_OBJECTS, Reason, unnamed
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import Answer, FusedEncoder
 from fusedvit.outputs.hugging_face import side_by_side
@@ -305,7 +305,7 @@ def _fuse(tower: nn.Module, noted: Noted) -> str:
         return disabled()
     try:
         spec = noted.family.spec_from_config(noted.config)
-    except (ValueError, TypeError, AttributeError) as error:
+    except OF_ODD_OBJECTS as error:
         return unnamed(error)
     assert noted.built is not None, "asked for only where nothing was wrong"
     handle = fuse_tower(tower, noted.family, spec, options(), built=noted.built, call=run)

@@ -25,7 +25,7 @@ from fusedvit.checks.fallback import ENGINE
 from fusedvit.checks.ownership import name_of
 from fusedvit.checks.recorded import version_of
 from fusedvit.config import FuseConfig
-from fusedvit.errors import Reason, attempted, unnamed
+from fusedvit.errors import OF_ODD_OBJECTS, Reason, attempted, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import Answer, FusedEncoder
@@ -338,7 +338,7 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     try:
         built = Built.of(tower, family.engine)
         spec = family.spec_from_config(vision_config)
-    except (ValueError, TypeError, AttributeError) as error:
+    except OF_ODD_OBJECTS as error:
         return unnamed(error)
     cls, config = type(tower), _config()
     call = vllm_gemma.run if spec.padded else run
