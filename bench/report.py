@@ -25,7 +25,8 @@ BENCH_H100 = "h100-bench.json"
 BENCH, KERNELS = "h200-bench.json", "h200-kernels.json"
 PIXELS, EMBED = "h100-pixels.json", "h100-embed.json"
 FIRST_CALL, FIRST_CALL_H200 = "h100-first-call.json", "h200-first-call.json"
-TWO_GPUS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
+TWO_GPUS_EMBED = "h100-two-gpus-embed.json"
+RANKS_H200, RANKS_H100 = (tuple(f"{gpu}-ranks-{mode}.json" for mode in ("weights", "data")) for gpu in ("h200", "h100"))
 ENGINES = "h100-vllm-engine-v1.json", "h100-vllm-engine-v2.json"
 VLLM, VLLM_H200 = "h100-vllm.json", "h200-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
@@ -112,7 +113,7 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
     "first-call": (((FIRST_CALL,), _first_call), ((FIRST_CALL_H200,), _first_call)),
     "vllm": (((VLLM,), lambda found: tables.vllm_table(found["workloads"])),),
     "vllm-h200": (((VLLM_H200,), lambda found: tables.vllm_table(found["workloads"])),),
-    "vllm-ranks": ((RANKS, _ranks),),
+    "vllm-ranks": ((RANKS_H200, _ranks), (RANKS_H100, _ranks)),
     "vllm-engine": ((ENGINES, lambda v1, v2: tables.engine_table({"V1": v1["V1"], "V2": v2["V2"]})),),
     "unsupported": (((), tables.unsupported_table),),
     "reasons": (((), tables.reason_table),),
