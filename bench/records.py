@@ -14,7 +14,7 @@ import torch
 import triton
 
 from fusedvit import __version__
-from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.errors import InputError, unnamed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,8 +50,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     """Runs a program's `main` and exits with its code; unusable input exits with 2 and one line."""
     try:
         code = main()
-    except (InputError, UnsupportedModel) as error:
-        print(error, file=sys.stderr)
+    except InputError as error:
+        print(unnamed(error), file=sys.stderr)
         code = 2
     sys.exit(code)
 

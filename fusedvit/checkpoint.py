@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fusedvit.checks.find_tower import find_tower
-from fusedvit.errors import InputError, UnsupportedModel, first_line, from_json, named
+from fusedvit.errors import InputError, UnsupportedModel, first_line, from_json
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
 
@@ -38,7 +38,6 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-@named()
 def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step = lambda text: None) -> nn.Module:
     """Loads a checkpoint's tower, or the whole model if it cannot be loaded alone, in eval mode.
 
@@ -61,7 +60,6 @@ def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step 
     return model.eval().to(device)
 
 
-@named()
 def tower_config(where: str) -> tuple[Family, Any]:
     """Family and config of a checkpoint's tower; no weights are read. `where` may also be a config.json.
 

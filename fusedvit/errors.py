@@ -5,8 +5,7 @@ Wrong input to a call raises ValueError or TypeError instead.
 
 import errno
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
@@ -46,15 +45,15 @@ class Reason(NamedTuple):
         return f"{self.kind}: {self.detail}" if self.detail else self.kind
 
 
-class UnsupportedModel(ValueError):
-    """The model contains no supported vision tower; the message names the supported ones."""
+class InputError(ValueError):
+    """A file, folder, option or model that the user gave cannot be used; the message names it. Commands exit with 2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if message.startswith(PREFIX) else PREFIX + message)
 
 
-class InputError(ValueError):
-    """A file, folder or option that the user gave cannot be used; the message names it. Commands exit with 2."""
+class UnsupportedModel(InputError):
+    """The model contains no supported vision tower; the message names the supported ones."""
 
 
 def attempted(act: Callable[[], Result], *kinds: type[Exception]) -> Result | Exception:
@@ -110,19 +109,8 @@ def passes(error: OSError) -> bool:
 
 
 def unnamed(error: BaseException) -> str:
-    """An error's message without the prefix "fusedvit: ", for use in a message that already begins with it."""
+    """An error's message without the prefix "fusedvit: ", for commands, and for messages that already begin with it."""
     return str(error).removeprefix(PREFIX)
-
-
-@contextmanager
-def named() -> Iterator[None]:
-    """A context and decorator that adds the prefix "fusedvit: " to an InputError, as public functions raise it.
-    Commands print it without."""
-    try:
-        yield
-    except InputError as error:
-        error.args = (PREFIX + unnamed(error),)
-        raise
 
 
 def first_line(error: BaseException) -> str:

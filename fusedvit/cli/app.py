@@ -20,7 +20,7 @@ from fusedvit.cli.console import (
     write,
 )
 from fusedvit.cli.ending import FAILED, PASSED, UNUSABLE, missing_extra
-from fusedvit.errors import InputError, UnsupportedModel, failed_import, first_line, is_out_of_memory, unnamed
+from fusedvit.errors import InputError, failed_import, first_line, is_out_of_memory, unnamed
 
 app = typer.Typer(
     name="fusedvit",
@@ -101,7 +101,7 @@ def run(command: str, json: str | None, **arguments: Any) -> None:
 
 def _why_unusable(error: Exception, command: str) -> str | None:
     """One line that says how the input or the machine failed a command; None for an unforeseen error."""
-    if isinstance(error, InputError | UnsupportedModel):
+    if isinstance(error, InputError):
         return unnamed(error)
     if isinstance(error, OSError):
         return f"{error.filename or command}: {error.strerror}" if error.errno else first_line(error)

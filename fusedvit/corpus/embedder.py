@@ -36,7 +36,7 @@ from fusedvit.corpus.values import (
     source_of,
     with_columns,
 )
-from fusedvit.errors import first_line, named
+from fusedvit.errors import first_line, unnamed
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.pixels.ahead import pool_of, raise_met, started_ahead, until_error
 from fusedvit.pixels.media import Limits, MediaError, Source, decoders
@@ -88,7 +88,6 @@ class Embedder:
     """
 
     @takes_config
-    @named()
     def __init__(
         self,
         model: str | Path | nn.Module,
@@ -204,7 +203,7 @@ class Embedder:
         failed: dict[int, Embedded] = {}
 
         def note(error: MediaError) -> None:
-            failed[error.index] = Embedded("", None, error=str(error))
+            failed[error.index] = Embedded("", None, error=unnamed(error))
 
         waiting: _Started | None = None
         batches = stream(
@@ -255,7 +254,7 @@ class Embedder:
         met: list[Exception] = []
         for index, image in enumerate(until_error(self._images(sources), met)):
             if isinstance(image, MediaError):
-                yield {index: Embedded("", None, error=str(image))}
+                yield {index: Embedded("", None, error=unnamed(image))}
                 continue
             ready[index] = image
             if len(ready) == ENCODED:
@@ -263,8 +262,7 @@ class Embedder:
                 ready = {}
         if ready:
             yield self._encode_all(ready)
-        with named():
-            raise_met(met)
+        raise_met(met)
 
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
         """Each source as a Pillow image, or its error; decoded ahead in threads."""

@@ -27,7 +27,7 @@ from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.corpus.loading import OUTPUTS
 from fusedvit.corpus.shards import Failed
-from fusedvit.errors import InputError, named
+from fusedvit.errors import InputError
 from fusedvit.pixels.ahead import started_ahead
 
 if TYPE_CHECKING:
@@ -217,7 +217,6 @@ def begun(
             yield parts, todo
 
 
-@named()
 def totals(out: Path, numbers: Iterable[int] | None = None) -> dict[str, int]:
     """Counts of "shards", "inputs" and "errors" that any run has committed, among `numbers` or in all."""
     there = shards.committed(out)

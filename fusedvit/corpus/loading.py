@@ -9,7 +9,7 @@ from torch import nn
 
 from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
-from fusedvit.errors import InputError, first_line, named
+from fusedvit.errors import InputError, first_line
 from fusedvit.pixels import media
 from fusedvit.pixels.arguments import usable_device
 from fusedvit.pixels.processors import PARTS
@@ -71,7 +71,6 @@ def loaded(model: str | Path | nn.Module, on: torch.device, dtype: torch.dtype) 
     return load_tower(str(model), on, dtype) if isinstance(model, _CHECKPOINT) else model
 
 
-@named()
 def processors_of(where: str) -> Any:
     """A checkpoint's image processor, and its video processor if transformers can build it. If a package is missing for
     that, `no_video` is the error message for videos.
@@ -94,7 +93,6 @@ def processors_of(where: str) -> Any:
     return SimpleNamespace(image_processor=image_processor_of(where), video_processor=video, no_video=no_video)
 
 
-@named()
 def image_processor_of(where: str) -> Any:
     """A checkpoint's image processor. Raises InputError if transformers finds none that it can read."""
     from transformers import AutoImageProcessor

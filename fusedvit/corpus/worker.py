@@ -19,7 +19,7 @@ from fusedvit.corpus import shards
 from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.inputs import collect
 from fusedvit.corpus.job import Job, shards_of, work
-from fusedvit.errors import InputError, UnsupportedModel, first_line
+from fusedvit.errors import InputError, first_line
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def main() -> int:
         )  # a folder may have changed since the parent listed it
         parts = shards_of(inputs, job.shard_size)
         work(embedder_of(job), parts, Path(job.out), numbers(), lambda shard: say(done=asdict(shard)))
-    except (InputError, UnsupportedModel) as error:
+    except InputError as error:
         say(error=first_line(error))
         return 2
     except BrokenPipeError:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedvit.cores import available_cores
-from fusedvit.errors import PREFIX, InputError, first_line, is_of_handler, named
+from fusedvit.errors import PREFIX, InputError, first_line, is_of_handler, unnamed
 from fusedvit.pixels.ahead import submitted
 from fusedvit.pixels.arguments import check_counts
 from fusedvit.pixels.containers import missing_bytes
@@ -124,7 +124,6 @@ OnError = str | Callable[[MediaError], object]  # the option `errors` of `load` 
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
 
 
-@named()
 def load(
     sources: Source | Iterable[Source],
     frames: Sampling = 8,
@@ -181,7 +180,7 @@ def skip_or_raise(error: MediaError, errors: OnError) -> None:
     if callable(errors):
         errors(error)
     else:
-        logger.warning("fusedvit: skipped: %s", error)
+        logger.warning("fusedvit: skipped: %s", unnamed(error))
 
 
 def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:

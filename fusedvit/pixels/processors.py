@@ -165,7 +165,7 @@ def check_fits(processor: Any, spec: VisionSpec) -> None:
             expected = ", ".join(f"{name} {getattr(spec, name)}" for name in wrong)
             got = ", ".join(map(str, wrong.values()))
             name = _original_of(part).__name__
-            raise InputError(f"fusedvit: {name} does not fit the tower: {expected} expected, got {got}")
+            raise InputError(f"{name} does not fit the tower: {expected} expected, got {got}")
 
 
 def name_of(processor: Any) -> str:

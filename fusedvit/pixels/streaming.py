@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fusedvit.cores import available_cores
-from fusedvit.errors import InputError, UnsupportedModel, first_line, named
+from fusedvit.errors import InputError, UnsupportedModel, first_line
 from fusedvit.pixels.ahead import pool_of, raise_met, started_ahead, until_error
 from fusedvit.pixels.arguments import check_counts, usable_device
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
@@ -166,7 +166,7 @@ def _batches(
     errors: OnError,
 ) -> Iterator[Batch]:
     received = functools.partial(_received, errors=errors)
-    with named(), pool_of(threads, "fusedvit-decode") as decoders, pool_of(1, "fusedvit-pack") as packer:
+    with pool_of(threads, "fusedvit-decode") as decoders, pool_of(1, "fusedvit-pack") as packer:
         loads = (functools.partial(load_one, source, parts.sample, limits, i) for i, source in enumerate(sources))
         groups = _groups(_good(started_ahead(decoders, loads, ahead), parts, errors), patches)
         packs = (functools.partial(_pack, group, parts) for group in groups)

@@ -25,14 +25,13 @@ from fusedvit.corpus.embedder import Embedder, embedder_of
 from fusedvit.corpus.inputs import Input, sources
 from fusedvit.corpus.job import Job, begun, check_count
 from fusedvit.corpus.loading import processors_of
-from fusedvit.errors import InputError, UnsupportedModel, named
+from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels.media import Media, MediaError, Source, VideoFacts, load_one
 from fusedvit.pixels.streaming import frames_of
 
 Row = dict[str, Any]
 
 
-@named()
 def embed(
     job: Job,
     actors: int = 1,

@@ -289,7 +289,7 @@ def test_a_processor_that_does_not_resize() -> None:
     refused: list[MediaError] = []
     found = list(stream(sources, processor, patches=17, errors=refused.append))
     assert [batch.indices for batch in found] == [(0, 2), (4,)] and [error.index for error in refused] == [1, 3]
-    expected = f"bytes 1: multiples of {side} pixels expected, as the processor does not resize"
+    expected = f"fusedvit: bytes 1: multiples of {side} pixels expected, as the processor does not resize"
     assert str(refused[0]) == f"{expected}, got {side} x {side + 1}"
     wanted = processor(images=[noise(side, 2 * side), noise(2 * side, side)], return_tensors="pt")
     assert torch.equal(found[0].pixel_values.pixels().cpu(), wanted["pixel_values"])

@@ -133,7 +133,7 @@ def test_lists_that_are_none(tmp_path: Path, text: bytes, said: str) -> None:
         collect([tmp_path / "l.txt"])
 
 
-NONE = "a file's bytes or path expected, got none"
+NONE = "fusedvit: a file's bytes or path expected, got none"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def _program(name: str) -> object:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_without_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="^1 NVIDIA GPU expected, got 0$"):
+    with pytest.raises(InputError, match="^fusedvit: 1 NVIDIA GPU expected, got 0$"):
         _program(name).main(["--json", str(tmp_path / "x.json")])  # type: ignore[attr-defined]
     assert not list(tmp_path.iterdir())
 
