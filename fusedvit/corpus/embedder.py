@@ -32,14 +32,13 @@ from fusedvit.corpus.values import (
     checked_names,
     columns_of,
     image_of,
-    several,
     source_of,
     with_columns,
 )
 from fusedvit.errors import first_line, unnamed
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.pixels.ahead import pool_of, raise_met, started_ahead, until_error
-from fusedvit.pixels.media import Limits, MediaError, Source, decoders
+from fusedvit.pixels.media import Limits, MediaError, Source, decoders, each_of
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, frames_of, stream
 
@@ -184,7 +183,7 @@ class Embedder:
             InputError: the machine fails. Errors of iterating `sources` are passed on. Earlier results come first.
         """
         names = None if names is None else checked_names(names)
-        given = several(sources)
+        given = each_of(sources)
         return self._embed(given if names is None else as_many(given, len(names)), names)
 
     def _embed(self, sources: Iterable[Source], names: Sequence[str] | None) -> Iterator[Embedded]:

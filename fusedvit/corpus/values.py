@@ -13,7 +13,7 @@ from fusedvit.pixels.media import (
     MediaError,
     Source,
     decoders,
-    is_one_source,
+    has_values,
     load_one,
     raise_of_machine,
     rgb_of,
@@ -25,7 +25,7 @@ COLUMNS = ("image", "bytes", *PATHS)  # the first of these in a batch or a table
 
 def checked_names(names: Any) -> list[str]:
     """The names of sources as a list. Raises TypeError if they are none."""
-    listed = isinstance(names, Sized) and _has_values(names) and not isinstance(names, str | bytes | Mapping | Set)
+    listed = isinstance(names, Sized) and has_values(names) and not isinstance(names, str | bytes | Mapping | Set)
     found = list(names) if listed else []
     if not listed or not all(isinstance(name, str) for name in found):
         kinds = ", ".join(sorted({type(name).__name__ for name in found if not isinstance(name, str)}))
@@ -47,17 +47,6 @@ def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
         count += 1
     if count != names:
         raise ValueError(f"{expected} {count} sources")
-
-
-def several(sources: Any) -> Iterable[Source]:
-    """The sources, a single one as a list. Raises TypeError if there are none."""
-    if is_one_source(sources):
-        return [sources]
-    if not _has_values(sources):
-        got = type(sources).__name__
-        raise TypeError(f"fusedvit: sources: paths, bytes or pixels, or several of them, expected, got {got}")
-    found: Iterable[Source] = sources
-    return found
 
 
 def columns_of(batch: Any) -> list[str]:
@@ -97,20 +86,11 @@ def check_many(column: str, values: Any) -> None:
     """Raises TypeError unless a column holds one value per row."""
     if is_one_row(values):
         got = f"one value, {type(values).__name__}; call with batches"
-    elif not _has_values(values):
+    elif not has_values(values):
         got = type(values).__name__
     else:
         return
     raise TypeError(f"fusedvit: column {column}: a list of values, one a row, expected, got {got}")
-
-
-def _has_values(several: Any) -> bool:
-    """Whether `several` can be iterated, be it by `__getitem__` alone."""
-    try:
-        iter(several)
-    except TypeError:
-        return False
-    return True
 
 
 def is_one_row(values: Any) -> bool:

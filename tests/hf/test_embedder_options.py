@@ -91,7 +91,7 @@ def test_one_source_alone(checkpoint: Path, pictures: Path, as_one: Any) -> None
     embedder, one = fusedvit.Embedder(checkpoint), as_one(pictures / "00.png")
     (found,), (wanted,) = list(embedder.embed(one, ["a"])), list(embedder.embed([one], ["a"]))
     assert found.error == "" and torch.equal(found.rows, wanted.rows)
-    with pytest.raises(TypeError, match="fusedvit: sources: .* expected, got int"):
+    with pytest.raises(TypeError, match="fusedvit: sources must be .*, got int"):
         embedder.embed(5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fusedvit: names: .* expected, got str$"):
         embedder.embed([one], "a")
