@@ -8,7 +8,7 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")  # the container's own control group, in 
 
 def available_cores() -> int:
     """Cores allowed by this process's affinity and by the CPU quota of its control group, rounded, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     try:
         with open(CONTROL_GROUP / "cpu.max") as file:
             quota, period = file.read().split()

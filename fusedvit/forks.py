@@ -45,5 +45,4 @@ def _renew() -> None:
         holder._renew_locks()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_renew)

@@ -171,9 +171,8 @@ def _text(file: Any) -> str:
 
 
 def die_with(parent: int) -> None:
-    """Has Linux kill this process when `parent`, which started it, ends in any way; other systems cannot."""
-    if sys.platform == "linux":
-        end_with_parent()
+    """Has Linux kill this process when `parent`, which started it, ends in any way."""
+    end_with_parent()
     if os.getppid() != parent:
         sys.exit("the process that started this one has ended")
 

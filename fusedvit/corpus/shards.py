@@ -11,6 +11,7 @@ writer locks its unfinished folder until it ends or dies; unfinished folders wit
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -28,11 +29,6 @@ from safetensors.torch import save_file
 
 from fusedvit.corpus import resuming
 from fusedvit.errors import InputError, first_line, from_json, of_folder
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
 
 JOB, INDEX, ROWS = "job.json", "index.parquet", "rows.safetensors"
 _PREFIX, _UNFINISHED = "shard-", ".unfinished-"
@@ -161,8 +157,6 @@ def _opened(path: Path) -> Iterator[int]:
 def _lock(handle: int, shared: bool = False, otherwise: bool = False) -> bool:
     """Locks an open file or folder until it is closed or its process ends; False if another process has locked it.
     Returns `otherwise` where there are no locks."""
-    if fcntl is None:
-        return otherwise
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

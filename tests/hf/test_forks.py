@@ -17,10 +17,7 @@ from tests.hf.test_weights import like
 from tests.support.towers import GRIDS, Call, copy_of, error_of, tiny_tower
 from tests.support.waiting import PATIENCE
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system has no fork"),
-    pytest.mark.filterwarnings("ignore"),  # newer Pythons warn of forks beside threads
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # newer Pythons warn of forks beside threads
 Act = Callable[[], bool]
 
 

@@ -100,7 +100,6 @@ def test_what_there_is_no_time_for_is_not_run_and_leaves_nothing(stand_in: Any, 
     until(lambda: not any(map(alive, pids)))  # what the processes had started is killed too
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a process dies with its parent on Linux alone")
 def test_processes_die_with_what_started_them() -> None:
     """Even if that is killed and runs no `finally`."""
     child = "from fusedvit.cli.kernel_checks import die_with; import os, sys, time; die_with(int(sys.argv[1])); "
