@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.gluon_compat import USE_PDL, absent
+from fusedvit.kernels.hopper.gluon_compat import absent
 from fusedvit.kernels.tile_configs import Target, split_head
 
 UNIT = 8192  # bytes of 64 rows of 64 columns
@@ -187,7 +187,7 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
         if head_dim == 80:
             shorts += [replace(config, near=True) for config in shorts]
         found = [tiny, *shorts, long, replace(long, late=not long.late), replace(long, near=not long.near)]
-    found = [replace(config, max_programs=config.ctas * target.num_sms, pdl=USE_PDL) for config in found]
+    found = [replace(config, max_programs=config.ctas * target.num_sms, pdl=True) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 
 
@@ -317,7 +317,7 @@ def hopper_attention_config(
     chosen = min(
         offered, key=lambda s: sum(w * us / best for w, us, best in zip(weights, taken[s], least, strict=True))
     )
-    chosen = replace(chosen, max_programs=chosen.ctas * sms, pdl=USE_PDL)
+    chosen = replace(chosen, max_programs=chosen.ctas * sms, pdl=True)
     return in_order(chosen, rows, heads, head_dim, kind)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.gluon_compat import USE_PDL
 from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, Target, contents_of
 
 CHUNK = 64  # columns of a step of the epilogue; K of a step of the main loop
@@ -191,7 +190,7 @@ def is_proven(n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> 
 def uses_pdl(rows: int, kind: str) -> bool:
     """Whether a launch over `rows` rows with the epilogue `kind` uses programmatic dependent launch."""
     epilogue = kind.split("+")
-    return USE_PDL and rows <= next((most for what, most in PDL_ROWS.items() if what in epilogue), 0)
+    return rows <= next((most for what, most in PDL_ROWS.items() if what in epilogue), 0)
 
 
 def cells_of(rows: int, cols: int) -> float:

@@ -31,7 +31,6 @@ except (ImportError, AttributeError) as error:
     gluon = gl = GluonASTSource = TensorDescriptor = aggregate = barrier = async_load = async_store = None
     MISSING = f"Triton {triton.__version__} has no Gluon for Hopper: {error}"
 
-USE_PDL = True  # programmatic dependent launch
 AVAILABLE = not MISSING
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 NEEDS_MORE_REGISTERS = _VERSION >= (3, 8)  # for the same code, as compiled with 3.9

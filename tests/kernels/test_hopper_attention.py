@@ -76,7 +76,7 @@ def test_every_budget_has_an_answer_that_can_run(usable: None, head_dim: int, dt
 
 
 def test_wrong_configurations_say_why(usable: None) -> None:
-    good = dataclasses.replace(attention_configs.SHORT, pdl=gluon_compat.USE_PDL)
+    good = dataclasses.replace(attention_configs.SHORT, pdl=True)
     wrong = {
         "consumers must be": dataclasses.replace(good, consumers=4),
         "stages must be at least 2": dataclasses.replace(good, stages=1),
