@@ -6,10 +6,8 @@ after. Hugging Face's own first call and medians come from separate processes on
 one process reads the libraries from the disk, which may take seconds, so that the next one does not.
 """
 
-import cProfile
 import json
 import os
-import pstats
 import resource
 import statistics
 import subprocess
@@ -169,15 +167,11 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def in_process(
-    scenario: str, cache: str, report: Callable[[str], None], profile: bool = False, kernels: str = ""
-) -> dict[str, Any]:
+def in_process(scenario: str, cache: str, report: Callable[[str], None], kernels: str = "") -> dict[str, Any]:
     """Runs a scenario in a process of its own with the Triton cache in the folder `cache`; `kernels` is a folder from
     `fusedvit compile`."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "fusedvit.bench.first_call", "--scenario", scenario, "--json", file.name]
-        if profile:
-            command.append("--profile")
         cores = sorted(os.sched_getaffinity(0))[: 2 if scenario.endswith("two_cores") else None]
         env = {**os.environ, "TRITON_CACHE_DIR": cache, **({VARIABLE: kernels} if kernels else {})}
         begin = time.perf_counter()
@@ -257,21 +251,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scenario", choices=list(SCENARIOS), help="this one alone, in this process")
     parser.add_argument("--only", nargs="*", help="of the whole run, these scenarios")
     parser.add_argument("--folder", help="a cache folder that `fusedvit compile` made for this GPU")
-    parser.add_argument("--profile", action="store_true", help="print where this process spends its time")
     args = parser.parse_args(argv)
     need_gpus()
     if args.scenario:
-        result = _profiled(args.scenario) if args.profile else SCENARIOS[args.scenario]()
-        (print if args.json is None else args.json.write_text)(json.dumps(result))
+        (print if args.json is None else args.json.write_text)(json.dumps(SCENARIOS[args.scenario]()))
         return 0
     found: dict[str, Any] = {}
     given = {"--folder": args.folder and Path(args.folder), "--json": args.json}
     of = passport("python -m fusedvit.bench.first_call", given, args.commit)
 
-    def run(name: str, scenario: str, cache: str, profile: bool = False, kernels: str = "") -> None:
+    def run(name: str, scenario: str, cache: str, kernels: str = "") -> None:
         if args.only and name not in args.only:
             return
-        found[name] = in_process(scenario, cache, _report, profile, kernels)
+        found[name] = in_process(scenario, cache, _report, kernels)
         about = {"passport": of, "figures": judged(found), "bars": BARS, "problems": problems(found)}
         write(args.json, about | {"scenarios": {scenario: _shortened(result) for scenario, result in found.items()}})
 
@@ -282,7 +274,6 @@ def main(argv: list[str] | None = None) -> int:
         run("loop_warm", "loop_warm", f"{folder}/loop")
         run("warmup_cold", "warmup", f"{folder}/warmup")
         run("warmup_warm", "warmup", f"{folder}/warmup")
-        run("warmup_profiled", "warmup", f"{folder}/warmup", profile=True)
         if args.folder:
             run("warmup_folder", "warmup", f"{folder}/linked", kernels=str(Path(args.folder).absolute()))
         run("hugging_face_two_cores", "hugging_face_two_cores", f"{folder}/none")
@@ -308,15 +299,6 @@ def _shortened(result: dict[str, Any]) -> dict[str, Any]:
 
 def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _profiled(scenario: str) -> dict[str, Any]:
-    """A scenario under cProfile, whose slowest functions go to standard error."""
-    profile = cProfile.Profile()
-    result = profile.runcall(SCENARIOS[scenario])
-    pstats.Stats(profile, stream=sys.stderr).sort_stats("cumulative").print_stats(45)
-    pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
-    return result
 
 
 if __name__ == "__main__":
