@@ -212,7 +212,7 @@ class Worker:
         self._forget(fd)
         said = json.loads(child.text) if child.text else {"error": "its compiler was killed", "lost": True}
         if "error" not in said:
-            self._say(done=child.digest, seconds=time.monotonic() - child.since)
+            self._say(done=child.digest)
         elif said.get("errno") in NO_ROOM and not child.private and (self.private or self._go_private()):
             self.waiting[child.digest] = child.waiting
         elif said.get("lost") and child.waiting.tries + 1 < TRIES:
