@@ -27,7 +27,7 @@ class ItemSize(NamedTuple):
 
     Attributes:
         frames: attention sequences.
-        frame_tokens: tokens of each: output tokens for `pack`, patch tokens for `load.balance`.
+        frame_tokens: tokens of each: output tokens for `pack`, patch tokens for `balance.balance`.
     """
 
     frames: int

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedvit.graphs.load import balance, patch_constant
+from fusedvit.graphs.balance import balance, patch_constant
 from fusedvit.graphs.packing import ItemSize, Piece
 from fusedvit.model.spec import VisionSpec
 

@@ -1,4 +1,4 @@
-"""Estimates the work of an item, and balances items over GPUs.
+"""Balances items over GPUs by an estimate of their work.
 
 For a frame of p patches the work of linear layers is proportional to p, and that of attention to p² (attention stays
 within a frame). In multiply-adds of one block:
@@ -27,7 +27,7 @@ def patch_constant(hidden_size: int, intermediate_size: int, mlp_matrices: int =
     return 2 * hidden_size + mlp_matrices * intermediate_size / 2
 
 
-def load(frames: Iterable[tuple[int, int]], constant: float) -> float:
+def work(frames: Iterable[tuple[int, int]], constant: float) -> float:
     """Σ frames · p · (p + constant): relative work, to compare calls of one tower.
 
     Args:
@@ -58,7 +58,7 @@ def balance(sizes: Sequence[ItemSize], parts: int, constant: float) -> tuple[tup
         raise ValueError(f"items are balanced over at least 1 GPU, got {parts}")
     shares: list[list[Piece]] = [[] for _ in range(parts)]
     loads = [0.0] * parts
-    by_load = sorted((-load([size], constant), item) for item, size in enumerate(sizes) if all(size))
+    by_load = sorted((-work([size], constant), item) for item, size in enumerate(sizes) if all(size))
     for negative, item in by_load:
         if sizes[item].frames == 1:
             least = loads.index(min(loads))
@@ -73,13 +73,13 @@ def _pour(
 ) -> None:
     """Adds videos to `shares`, least loaded first, each up to the level at which all filled shares end equal."""
     queue = [(item, size, 0) for item, size in reversed(list(videos))]  # with the first frame not yet placed
-    left = sum(load([size], constant) for _, size, _ in queue)
+    left = sum(work([size], constant) for _, size, _ in queue)
     order = sorted(range(len(loads)), key=loads.__getitem__)
     for i, part in enumerate(order):
         room = _level(left, [loads[other] for other in order[i:]]) - loads[part]
         while queue:
             item, size, first = queue.pop()
-            one = load([ItemSize(1, size.frame_tokens)], constant)
+            one = work([ItemSize(1, size.frame_tokens)], constant)
             rest = size.frames - first
             fitting = max(0, round(room / one))  # an earlier video, rounded up, may have overfilled the part
             frames = rest if i == len(order) - 1 else min(rest, fitting)

@@ -1,4 +1,4 @@
-"""The load formula against a count of multiply-adds, block by block."""
+"""The formula of work against a count of multiply-adds, block by block."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fusedvit.graphs.load import balance, load, patch_constant
+from fusedvit.graphs.balance import balance, patch_constant, work
 from fusedvit.graphs.packing import ItemSize, Piece
 
 
@@ -19,15 +19,15 @@ def multiply_adds(patches: int, hidden: int, intermediate: int, mlp_matrices: in
 
 @pytest.mark.parametrize(("hidden", "intermediate", "mlp_matrices"), [(1152, 4304, 2), (1280, 3420, 3)])
 @pytest.mark.parametrize("patches", [4, 784, 16384])
-def test_load_is_proportional_to_the_multiply_adds_of_a_block(hidden, intermediate, mlp_matrices, patches):
+def test_work_is_proportional_to_the_multiply_adds_of_a_block(hidden, intermediate, mlp_matrices, patches):
     constant = patch_constant(hidden, intermediate, mlp_matrices)
-    assert 2 * hidden * load([(1, patches)], constant) == multiply_adds(patches, hidden, intermediate, mlp_matrices)
+    assert 2 * hidden * work([(1, patches)], constant) == multiply_adds(patches, hidden, intermediate, mlp_matrices)
 
 
-def test_load_adds_up_over_frames_and_items():
-    assert load([], 10.0) == 0
-    assert load([(3, 4), (1, 5)], 10.0) == 3 * 4 * 14 + 5 * 15
-    assert load([(1, 8)], 10.0) > load([(2, 4)], 10.0), "one frame of all patches attends to more"
+def test_work_adds_up_over_frames_and_items():
+    assert work([], 10.0) == 0
+    assert work([(3, 4), (1, 5)], 10.0) == 3 * 4 * 14 + 5 * 15
+    assert work([(1, 8)], 10.0) > work([(2, 4)], 10.0), "one frame of all patches attends to more"
 
 
 def test_qwen3_vl_8b():
@@ -58,10 +58,10 @@ def test_balance_gives_every_frame_to_one_part(items, parts):
 def test_no_part_is_above_the_mean_by_more_than_a_frame(items, parts):
     """Nor, where a part holds images alone, above the mean by more than an image."""
     loads = [
-        sum(load([(p.frames, items[p.item].frame_tokens)], 100.0) for p in share)
+        sum(work([(p.frames, items[p.item].frame_tokens)], 100.0) for p in share)
         for share in balance(items, parts, 100.0)
     ]
-    frame = max([load([(1, size.frame_tokens)], 100.0) for size in items if all(size)], default=0)
+    frame = max([work([(1, size.frame_tokens)], 100.0) for size in items if all(size)], default=0)
     assert max(loads) <= sum(loads) / parts + frame + 1e-6
 
 
