@@ -18,9 +18,10 @@ import fusedvit
 from fusedvit.bench import towers
 from fusedvit.bench.timing import Contender, first_ms, gpu_ms, interleaved_bursts, spread
 from fusedvit.bench.towers import outputs_of, verdict_of
-from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
+from fusedvit.kernels.patches import PatchLayout, patches_from_images
 from fusedvit.pixels import BytePixels, swap
-from fusedvit.pixels.resize import PILLOW, Weights
+from fusedvit.pixels.patches import taps_of
+from fusedvit.pixels.resize import PILLOW
 
 HF_CPU_HF, HF_CPU, HF_CUDA, OURS = "HF CPU + HF tower", "HF CPU + ours", "HF CUDA + ours", "ours"
 Step = Callable[[str], None]
@@ -170,8 +171,7 @@ def _on_gpu(
     there = torch.from_numpy(np.stack(images)).to(setting.device)
     _, h, w = grid[0].tolist()
     down, across = (
-        _taps(PILLOW.weights(n, new * setting.patch), setting.device)
-        for n, new in zip(there.shape[1:3], (h, w), strict=True)
+        taps_of(PILLOW, n, new * setting.patch, setting.device) for n, new in zip(there.shape[1:3], (h, w), strict=True)
     )
     layout, out = (
         PatchLayout(setting.patch, 2, 1),
@@ -187,9 +187,3 @@ def _on_gpu(
     orders = (list(calls), list(reversed(calls))) * 8  # a long call leaves the GPU warmer and slower
     rounds = [{name: gpu_ms(calls[name], setting.device) for name in order} for order in orders]
     return {name: spread([times[name] for times in rounds]).median for name in calls}
-
-
-def _taps(weights: Weights | None, device: torch.device) -> Taps | None:
-    if weights is None:
-        return None
-    return Taps(torch.from_numpy(weights.first).to(device), torch.from_numpy(weights.weights).to(device), weights.bits)

@@ -118,7 +118,7 @@ def _computed(
 
 def _taps_for_use(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps | None:
     """Taps on the device; their memory is kept until the current stream has read it."""
-    taps = None if size == new else _taps(resizing, size, new, device)
+    taps = None if size == new else taps_of(resizing, size, new, device)
     if taps is not None and device.type == "cuda":
         current = torch.cuda.current_stream()
         taps.first.record_stream(current)
@@ -127,7 +127,7 @@ def _taps_for_use(resizing: Resizing, size: int, new: int, device: torch.device)
 
 
 @functools.lru_cache(maxsize=128)
-def _taps(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps | None:
+def taps_of(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps | None:
     """Taps on the device. Their copies have ended, so any stream may read them; the host waits for these copies alone,
     not for the current stream's work."""
     weights = resizing.weights(size, new)
