@@ -5,6 +5,7 @@ is counted and left to the engine's own code, which answers it or raises its own
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import index
 from typing import Any, TypeVar
 
@@ -53,6 +54,14 @@ def encoded(
     """The rows of a share of a call, not counted; or the reason why the engine's own code must run."""
     found = or_refusal(lambda: answer(handle, tower, pixels, grid))
     return found if isinstance(found, Reason) else side_by_side(found.outputs, handle.spec)
+
+
+def waiting_allowed() -> AbstractContextManager[Any]:
+    """A context in vLLM that may wait for the GPU, as a fused call does once, whatever `VLLM_GPU_SYNC_CHECK` is."""
+    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+    context: AbstractContextManager[Any] = gpu_sync_allowed()
+    return context
 
 
 def or_refusal(check: Callable[[], Result]) -> Result | Reason:

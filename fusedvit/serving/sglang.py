@@ -62,6 +62,8 @@ _DATA_PARALLEL = "use_data_parallel"  # of a tower's constructor: whole weights
 _LOADED = "maybe_precompile_model_kernels_after_loading"  # called after loading, before the KV pool
 _SHARDED = "its weights are sharded over {} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
 _NO_STAGE = "this pipeline stage encodes nothing"
+_ELSEWHERE = "this server encodes nothing (--disaggregation-mode decode, --language-only)"
+_UNUSED = (_NO_STAGE, _ELSEWHERE)  # why SGLang never calls a tower: with `strict`, too, such a tower is left alone
 _WEIGHTS, _GRAPHS = "weights", "cuda_graph"  # kinds of memory that SGLang gives back and takes again
 _READING = frozenset({"snapshot", "compare", "checksum"})  # actions of `check_weights`; another one resets weights
 
@@ -184,10 +186,10 @@ def _say(tower: nn.Module, why_not: str, rank: int = 0) -> None:
     """Logs, on rank 0, and notes why a tower runs SGLang's own code.
 
     Raises:
-        RuntimeError: this rank encodes, and the options are strict.
+        RuntimeError: this process encodes, and the options are strict.
     """
     name = type(tower).__name__
-    note_left(tower, name, why_not, is_used=why_not != _NO_STAGE)
+    note_left(tower, name, why_not, is_used=why_not not in _UNUSED)
     if rank == 0:
         logger.info("fusedvit: %s runs SGLang's own code: %s", name, why_not)
 
@@ -282,6 +284,8 @@ def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
 
     if not get_parallel().pp_group.is_first_rank:
         return _NO_STAGE
+    if _encodes_elsewhere():
+        return _ELSEWHERE
     ranks = _ranks(tower)
     if ranks > 1 and (noted.whole is None or get_parallel().tp_size != ranks):
         return _SHARDED.format(ranks)
@@ -291,6 +295,16 @@ def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
             "deterministic inference is on, and what the fused kernels give depends on the batch and is not a trainer's"
         )
     return ""
+
+
+def _encodes_elsewhere() -> bool:
+    """Whether other servers encode for this one. SGLang builds the tower all the same: prepared, it would take memory
+    from the KV pool."""
+    from sglang.srt.runtime_context import get_disagg
+
+    disagg = get_disagg()
+    decodes = disagg.disaggregation_mode == "decode" and not disagg.enable_pd_role_switch
+    return decodes or (disagg.language_only and not disagg.enable_adaptive_dispatch_to_encoder)
 
 
 def _rank() -> int:

@@ -37,7 +37,7 @@ from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm_gemma
 from fusedvit.serving.agreement import Group, told
-from fusedvit.serving.engine_calls import as_rows, counted, encoded, grid_of, nothing_in
+from fusedvit.serving.engine_calls import as_rows, counted, encoded, grid_of, nothing_in, waiting_allowed
 from fusedvit.serving.plugin import (
     CONFIG,
     HELD,
@@ -389,9 +389,10 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
     """
     sharded: ShardedTower | None = vars(tower)[SERVED].sharded
     left = _of_graphs(more) or nothing_in(x)
-    if sharded is not None:
-        return sharded(x, left or grid_of(grid_thw))
-    found = counted(handle, lambda: left or _answer(handle, tower, x, as_rows(grid_thw)))
+    with waiting_allowed():
+        if sharded is not None:
+            return sharded(x, left or grid_of(grid_thw))
+        found = counted(handle, lambda: left or _answer(handle, tower, x, as_rows(grid_thw)))
     return None if found is None else side_by_side(found.outputs, handle.spec)
 
 

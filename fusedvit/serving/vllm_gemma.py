@@ -19,7 +19,7 @@ from fusedvit.checks.ownership import own_class
 from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs.hugging_face import to_hugging_face
-from fusedvit.serving.engine_calls import answer_of
+from fusedvit.serving.engine_calls import answer_of, waiting_allowed
 from fusedvit.serving.plugin import unwrapped, wrap
 
 TOWER = "vision_tower"  # the attribute of a model
@@ -101,7 +101,8 @@ def _encoded(tower: nn.Module, pixels: Batch, positions: Batch) -> Rows | None:
         return None
     rows: dict[int, torch.Tensor] = {}
     for chosen, images, at in batches:
-        found = answer_of(handle, tower, images, at)
+        with waiting_allowed():
+            found = answer_of(handle, tower, images, at)
         if found is None:
             return None
         tokens = [item.tokens // handle.spec.merge_unit for item in found.items]

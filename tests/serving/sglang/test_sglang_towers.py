@@ -419,6 +419,26 @@ def test_a_stage_that_encodes_nothing(monkeypatch: pytest.MonkeyPatch, log: pyte
     assert "_fusedvit" not in vars(tower_of(model)) and "this pipeline stage encodes nothing" in log.text
 
 
+SERVERS: list[tuple[dict[str, Any], bool]] = [
+    ({"disaggregation_mode": "decode"}, False),
+    ({"disaggregation_mode": "decode", "enable_pd_role_switch": True}, True),
+    ({"disaggregation_mode": "prefill"}, True),
+    ({"language_only": True}, False),
+    ({"language_only": True, "enable_adaptive_dispatch_to_encoder": True}, True),
+]
+
+
+@pytest.mark.parametrize(("options", "encodes"), SERVERS, ids=str)
+def test_servers_that_others_encode_for(
+    options: dict[str, Any], encodes: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """SGLang builds the tower there, too. Prepared, it would take the KV pool's memory for calls that never come."""
+    monkeypatch.setenv("FUSEDVIT_CONFIG", '{"strict": true}')
+    with get_context().override_server_args(device="cpu", **options):
+        tower = tower_of(loaded(build()))
+    assert ("_fusedvit" in vars(tower)) is encodes and ("this server encodes nothing" in log.text) is not encodes
+
+
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDVIT_CONFIG", '{"token_budget": 64}')
     with pytest.raises(ValueError, match="unknown option 'token_budget'"):

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderA
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models import qwen3_vl
+from vllm.utils import gpu_sync_debug
 from vllm.v1.attention.ops import vit_attn_wrappers
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
@@ -115,6 +116,22 @@ def test_metadata_of_its_graphs_passes_through(served: Any) -> None:
         got = model.visual(pixels, None, encoder_metadata=metadata)
     assert close(got, want) and fused_calls(handle) == before + 1
     assert original(handle)["engine"] == counted + 1 and "encoder_metadata" in handle.stats()["details"]["engine"]
+
+
+@every_kind
+def test_a_call_may_wait_for_the_gpu(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`VLLM_GPU_SYNC_CHECK=error` raises where code waits for the GPU without saying that it may."""
+    config, model, _ = served
+    allowed, answer = list[int](), FusedEncoder.answer_or_reason
+
+    def noted(*given: Any) -> Any:
+        allowed.append(gpu_sync_debug._allow_depth.get())
+        return answer(*given)
+
+    monkeypatch.setattr(gpu_sync_debug, "_SYNC_CHECK_MODE", "error")
+    monkeypatch.setattr(FusedEncoder, "answer_or_reason", noted)
+    embed(config, model, GRID)
+    assert allowed and set(allowed) == {1} and gpu_sync_debug._allow_depth.get() == 0
 
 
 @pytest.mark.parametrize("architecture", [QWEN, "Qwen2_5_VLForConditionalGeneration", GEMMA])
