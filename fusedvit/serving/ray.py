@@ -53,7 +53,8 @@ def embed(
         done: called with each shard that this call commits: {"number", "inputs", "errors"}.
 
     Returns:
-        All arguments of `done`: the shards that this call has committed. `job.totals` counts those of every call.
+        All arguments of `done`: the shards that this call has committed, save one whose actor died before it told.
+        `job.totals` counts those of every call.
 
     Raises:
         InputError: a wrong option, an error that `fusedvit embed` ends with, a shard at which actors die again and
