@@ -147,6 +147,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
         try:
             entries = list(os.scandir(current))
         except OSError as error:
+            if above and isinstance(error, FileNotFoundError):
+                continue  # another job's unfinished shard, if its output is in this folder
             raise InputError(f"{current}: a folder that cannot be read: {first_line(error)}") from None
         for entry in entries:
             path = current / entry.name

@@ -21,6 +21,7 @@ from fusedvit.pixels.media import (
 
 PATHS = ("path", "file", "image_path")
 COLUMNS = ("image", "bytes", *PATHS)  # the first of these in a batch or a table is read
+_PICKLED = "ray.data.arrow_pickled_object"  # Ray's type of Python objects in Arrow tables
 
 
 def checked_names(names: Any) -> list[str]:
@@ -104,10 +105,12 @@ def is_one_row(values: Any) -> bool:
 def content_of(value: Any) -> Any:
     """A file's bytes, else its path, from an Arrow value or {"bytes": …, "path": …}; the array of a tensor in a column
     of Arrow's or Ray's. Where there are bytes the path is not converted, as it may be in any encoding. Raises Arrow's
-    error for a value that does not convert."""
+    error for a value that does not convert, and TypeError for a pickled object: to unpickle it could run any code."""
     if hasattr(value, "to_numpy"):
         return value.to_numpy()
     while hasattr(value, "as_py") and hasattr(value, "value"):  # of a dictionary or extension type
+        if value.is_valid and getattr(value.type, "extension_name", "") == _PICKLED:
+            raise TypeError('a pickled object of Ray\'s; with batch_format="numpy" it comes as what it is')
         value = value.value
     if isinstance(value, Mapping):  # Arrow's structs too
         parts = (content_of(value[name]) for name in ("bytes", "path") if name in value)

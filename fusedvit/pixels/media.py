@@ -6,6 +6,7 @@ open another file. Colours and rotation are those of transformers' `load_image` 
 downloaded.
 """
 
+import copy
 import errno
 import functools
 import inspect
@@ -254,7 +255,7 @@ def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None,
 
 def _load_one(source: Source, frames: Sampling, limits: Limits, index: int) -> Media:
     if isinstance(source, MediaError):
-        raise source
+        raise copy.copy(source)  # the same one may be given several times, and each gets its own index
     if isinstance(source, Media):
         return replace(source, index=index)
     if isinstance(source, np.ndarray):

@@ -2,10 +2,10 @@
 
     embed(Job("Qwen/Qwen3-VL-2B-Instruct", ("pictures",), "OUT", shard_size=64), actors=8, decoders=64)
 
-Ray keeps actors alive, repeats the unfinished work of dead ones, and bounds the queue between them. That each input is
-written once does not depend on Ray: a shard holds fixed inputs and its rename commits it, however often it is repeated.
-The folder has the layout of `fusedvit embed`; either program continues the other's job. Every node must see the inputs
-and the folder.
+Ray keeps actors alive, repeats the unfinished work of dead ones, up to `DEATHS`, and bounds the queue between them.
+That each input is written once does not depend on Ray: a shard holds fixed inputs and its rename commits it, however
+often it is repeated. The folder has the layout of `fusedvit embed`; either program continues the other's job. Every
+node must see the inputs and the folder.
 """
 
 import functools
@@ -25,11 +25,12 @@ from fusedvit.corpus.embedder import Embedder, embedder_of
 from fusedvit.corpus.inputs import Input, sources
 from fusedvit.corpus.job import Job, begun, check_count
 from fusedvit.corpus.loading import processors_of
-from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.errors import InputError, UnsupportedModel, first_line
 from fusedvit.pixels.media import Media, MediaError, Source, VideoFacts, load_one
 from fusedvit.pixels.streaming import frames_of
 
 Row = dict[str, Any]
+DEATHS = 5  # of actors at the same shard, such as of memory that its pixels need: then a job ends
 
 
 def embed(
@@ -51,11 +52,12 @@ def embed(
         done: called with each shard that this call commits: {"number", "inputs", "errors"}.
 
     Returns:
-        All arguments of `done`: the shards that this call has committed. `job.totals` counts those of every call.
+        All arguments of `done`: the shards that this call has committed, save one whose actor died before it told.
+        `job.totals` counts those of every call.
 
     Raises:
-        InputError: a wrong option, an error that `fusedvit embed` ends with, or shards that did not come back.
-            Committed shards stay.
+        InputError: a wrong option, an error that `fusedvit embed` ends with, a shard at which actors die again and
+            again, or shards that did not come back. Committed shards stay.
     """
     check_count("actors", actors)
     check_count("decoders", decoders)
@@ -107,10 +109,11 @@ def _run(
     ]
     decoding = {"compute": ray.data.ActorPoolStrategy(min_size=1, max_size=decoders), "num_cpus": 1}
     on_gpus = {"compute": ray.data.ActorPoolStrategy(size=actors), "num_cpus": 0 if gpus else 1, "num_gpus": gpus}
+    again = {"max_task_retries": DEATHS - 1}  # Ray's own default has no end
     dataset = (
         ray.data.from_items(rows, override_num_blocks=len(rows))
-        .map(_Decoder, fn_constructor_args=(job.model,), **decoding)
-        .map(_Tower, fn_constructor_args=(job,), **on_gpus)
+        .map(_Decoder, fn_constructor_args=(job.model,), **decoding, **again)
+        .map(_Tower, fn_constructor_args=(job,), **on_gpus, **again)
     )
     try:
         for row in dataset.iter_rows():
@@ -120,6 +123,9 @@ def _run(
         if not message:
             raise
         raise InputError(message) from error
+    except ray.exceptions.RayActorError as error:
+        said = f"actors died, as they were created or {DEATHS} times at the same shard: {first_line(error)}"
+        raise InputError(said) from error
 
 
 def _message_in(error: Exception) -> str:

@@ -160,6 +160,30 @@ def test_pixels_in_tensor_columns(checkpoint: Path, kind: Any) -> None:
     assert first == "" and "does not convert: Cannot convert data with nulls" in second
 
 
+class Pickled(pyarrow.ExtensionType):
+    """As Ray defines it for columns of Pillow images, and of arrays beside None."""
+
+    def __init__(self) -> None:
+        super().__init__(pyarrow.large_binary(), "ray.data.arrow_pickled_object")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+
+def test_pickled_objects_in_tables_are_named(checkpoint: Path, pictures: Path) -> None:
+    rows = pyarrow.array([pickle.dumps(pictures / "00.png"), None], pyarrow.large_binary())
+    column = pyarrow.ExtensionArray.from_storage(Pickled(), rows)
+    first, second = fusedvit.Embedder(checkpoint)(pyarrow.table({"image": column}))["error"].to_pylist()
+    assert 'does not convert: a pickled object of Ray\'s; with batch_format="numpy"' in first
+    assert "expected, got NoneType" in second
+
+
+def test_one_error_as_several_sources(checkpoint: Path, pictures: Path) -> None:
+    error = MediaError("absent")
+    found = list(fusedvit.Embedder(checkpoint).embed([error, pictures / "00.png", error, error]))
+    assert [each.error for each in found] == ["absent", "", "absent", "absent"]
+
+
 def ones(model: Any, processor: Any, images: Any) -> torch.Tensor:
     return torch.ones(len(images), 3)
 

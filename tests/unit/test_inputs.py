@@ -105,6 +105,21 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
         collect([tmp_path])
 
 
+def test_a_folder_that_goes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As unfinished shards do where the output is in the input."""
+    (tmp_path / "out" / ".unfinished-1").mkdir(parents=True)
+    (tmp_path / "a.png").touch()
+    scan = os.scandir
+
+    def late(path: Any) -> Any:
+        if ".unfinished-1" in str(path):
+            os.rmdir(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert [each.path.name for each in collect([tmp_path])] == ["a.png"]
+
+
 @pytest.mark.parametrize("text", [b"a.png\r\n\r\n b.png \r\n", b"\xef\xbb\xbfa.png\nb.png", b"\na.png\nb.png\n"])
 def test_lists(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "l.txt").write_bytes(text)

@@ -1,10 +1,12 @@
-"""A Ray cluster of one test: `python cluster.py shards | rows | elsewhere MODEL PICTURES OUT`, on CPUs."""
+"""A Ray cluster of one test: `python cluster.py shards | rows | elsewhere | deadly MODEL PICTURES OUT`, on CPUs."""
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -12,6 +14,7 @@ import torch
 import fusedvit
 from fusedvit.corpus.job import Job, begun
 from fusedvit.errors import InputError
+from fusedvit.serving import ray as on_ray
 from fusedvit.serving.ray import embed
 
 
@@ -41,6 +44,23 @@ def elsewhere(model: str, pictures: str, out: str) -> None:
         print(json.dumps({"error": str(error)}), flush=True)
 
 
+def deadly(model: str, pictures: str, out: str) -> None:
+    """A shard of which each actor dies, as of a lack of memory; a dot in a file for each."""
+
+    class Decoder:
+        def __init__(self, model: str) -> None:
+            pass
+
+        def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+            with Path(f"{out}-deaths").open("a") as file:
+                file.write(".")
+            os.kill(os.getpid(), signal.SIGKILL)
+            return row
+
+    on_ray._Decoder = Decoder  # type: ignore[assignment, misc]
+    embed(Job(model, (pictures,), out, shard_size=4000), actors=1, decoders=1, gpus=0)
+
+
 def rows(model: str, pictures: str, out: str) -> None:
     """`Embedder` as Ray Data takes it: each row's path, first number and error."""
     images = ray.data.read_images(pictures, mode="RGB", include_paths=True)
@@ -59,6 +79,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # sockets need a short name
         ray.init(num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False, _temp_dir=folder)
         try:
-            {"shards": shards, "rows": rows, "elsewhere": elsewhere}[sys.argv[1]](*sys.argv[2:])
+            {"shards": shards, "rows": rows, "elsewhere": elsewhere, "deadly": deadly}[sys.argv[1]](*sys.argv[2:])
         finally:
             ray.shutdown()

@@ -27,6 +27,7 @@ from ray.data.extensions import ArrowTensorArray  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit.corpus import shards  # noqa: E402
+from fusedvit.serving.ray import DEATHS  # noqa: E402
 from tests.support.checkpoint import checkpoint, pictures, tiny_checkpoint  # noqa: E402
 
 __all__ = ["checkpoint", "pictures"]  # fixtures
@@ -205,4 +206,14 @@ def test_a_job_that_fails(cluster: Cluster, checkpoint: Path, pictures: Path, tm
     line = f"InputError: fusedvit: {broken / 'model.safetensors'}: no whole safetensors file"
     assert line in (tmp_path / "log").read_text()
     assert shards.committed(tmp_path / "out") == set()
+    wait(lambda: not cluster.processes())
+
+
+def test_a_shard_that_kills_its_actors(cluster: Cluster, checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """The job ends, where Ray by itself would start actors again for ever."""
+    job = cluster.start("deadly", checkpoint, pictures, tmp_path / "out")
+    job.communicate(timeout=PATIENCE)
+    assert job.returncode == 1
+    assert f"actors died, as they were created or {DEATHS} times at the same shard: " in (tmp_path / "log").read_text()
+    assert (tmp_path / "out-deaths").read_text() == "." * DEATHS
     wait(lambda: not cluster.processes())
