@@ -19,7 +19,8 @@ class _End(torch.autograd.Function):
         """The same values in tensors that are neither leaves nor views, so that in-place operations may write to them.
 
         Args:
-            anchor: an empty tensor that requires a gradient. It makes all outputs require one.
+            anchor: a tensor that requires a gradient, which makes all outputs require one. It is saved, and is not
+                empty, because hooks on saved tensors may look for a largest value, as those that quantise do.
         """
         ctx.save_for_backward(anchor)
         ctx.set_materialize_grads(False)
@@ -39,5 +40,5 @@ def with_gradients(planes: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """
     found = tuple(planes)
     with torch.enable_grad():
-        marked: tuple[torch.Tensor, ...] = _End.apply(found[0].new_empty(0).requires_grad_(), *found)
+        marked: tuple[torch.Tensor, ...] = _End.apply(found[0].new_ones(1).requires_grad_(), *found)
     return marked

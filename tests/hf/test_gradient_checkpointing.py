@@ -267,6 +267,22 @@ def test_saved_tensors_that_are_offloaded() -> None:
     ran_fused(handle, calls=1)
 
 
+def test_saved_tensors_that_are_quantised() -> None:
+    """The largest value of an empty tensor would raise."""
+    tower, original, handle, call = pair()
+
+    def quantise(saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = saved.abs().max().clamp(min=1e-9) / 127
+        return (saved / scale).round().to(torch.int8), scale
+
+    for module in original, tower:
+        weight = torch.ones((), requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(quantise, lambda kept: kept[0] * kept[1]):
+            loss = (call.record(module).pooler_output * weight).sum()
+    loss.backward()
+    ran_fused(handle, calls=1)
+
+
 def test_data_parallel_rows() -> None:
     tower, _, _, call = pair()
     encoder = DataParallelEncoder(tower, ["cpu", "cpu"], STRICT)
