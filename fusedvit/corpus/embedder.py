@@ -184,7 +184,7 @@ class Embedder:
         """
         names = None if names is None else checked_names(names)
         given = each_of(sources)
-        return self._embed(given if names is None else as_many(given, len(names)), names)
+        return self._embed(given if names is None else as_many(given, len(names), sources), names)
 
     def _embed(self, sources: Iterable[Source], names: Sequence[str] | None) -> Iterator[Embedded]:
         found: dict[int, Embedded] = {}

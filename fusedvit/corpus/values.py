@@ -13,7 +13,6 @@ from fusedvit.pixels.media import (
     MediaError,
     Source,
     decoders,
-    has_values,
     load_one,
     raise_of_machine,
     rgb_of,
@@ -26,7 +25,7 @@ _PICKLED = "ray.data.arrow_pickled_object"  # Ray's type of Python objects in Ar
 
 def checked_names(names: Any) -> list[str]:
     """The names of sources as a list. Raises TypeError if they are none."""
-    listed = isinstance(names, Sized) and has_values(names) and not isinstance(names, str | bytes | Mapping | Set)
+    listed = isinstance(names, Sized) and _has_values(names) and not isinstance(names, str | bytes | Mapping | Set)
     found = list(names) if listed else []
     if not listed or not all(isinstance(name, str) for name in found):
         kinds = ", ".join(sorted({type(name).__name__ for name in found if not isinstance(name, str)}))
@@ -35,11 +34,13 @@ def checked_names(names: Any) -> list[str]:
     return found
 
 
-def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
-    """The sources. Raises ValueError if their number is not that of the names: at once if they have a length."""
+def as_many(sources: Iterable[Source], names: int, given: Any) -> Iterator[Source]:
+    """The sources, which `each_of` gives of `given`. Raises ValueError if their number is not that of the names: at
+    once if it is known."""
     expected = f"fusedvit: embed: a name of each source expected, got {names} names and"
-    if isinstance(sources, Sized) and len(sources) != names:
-        raise ValueError(f"{expected} {len(sources)} sources")
+    known = sources if isinstance(sources, Sized) else given
+    if isinstance(known, Sized) and len(known) != names:
+        raise ValueError(f"{expected} {len(known)} sources")
     count = 0
     for source in sources:
         if count == names:
@@ -87,11 +88,20 @@ def check_many(column: str, values: Any) -> None:
     """Raises TypeError unless a column holds one value per row."""
     if is_one_row(values):
         got = f"one value, {type(values).__name__}; call with batches"
-    elif not has_values(values):
+    elif not _has_values(values):
         got = type(values).__name__
     else:
         return
     raise TypeError(f"fusedvit: column {column}: a list of values, one a row, expected, got {got}")
+
+
+def _has_values(several: Any) -> bool:
+    """Whether `several` can be iterated, be it by `__getitem__` alone."""
+    try:
+        iter(several)
+    except TypeError:
+        return False
+    return True
 
 
 def is_one_row(values: Any) -> bool:

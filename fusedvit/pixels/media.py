@@ -211,23 +211,17 @@ def is_one_source(sources: Any) -> bool:
 
 
 def each_of(sources: Any) -> Iterable[Source]:
-    """The sources, a single one as a list. Raises TypeError for anything else."""
+    """The sources, a single one as a list, several as an iterator. Raises TypeError for anything else.
+
+    `iter` is called once: a `DataLoader`, for example, starts its processes at each call.
+    """
     if is_one_source(sources):
         return [sources]
-    if not has_values(sources):
-        expected = "sources must be paths, bytes or pixels, or several of them"
-        raise TypeError(f"{PREFIX}{expected}, got {type(sources).__name__}")
-    found: Iterable[Source] = sources
-    return found
-
-
-def has_values(several: Any) -> bool:
-    """Whether `several` can be iterated, be it by `__getitem__` alone."""
     try:
-        iter(several)
+        return iter(sources)
     except TypeError:
-        return False
-    return True
+        expected = "sources must be paths, bytes or pixels, or several of them"
+        raise TypeError(f"{PREFIX}{expected}, got {type(sources).__name__}") from None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import importlib
 import io
 import pickle
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,19 @@ def test_one_source_alone(checkpoint: Path, pictures: Path, as_one: Any) -> None
         embedder.embed([one], "a")
     names = np.array([str(pictures / "00.png")] * 2)
     assert [each.error for each in embedder.embed(names)] == ["", ""]
+
+
+@pytest.mark.parametrize("names", [None, ["a", "b"]])
+def test_sources_are_iterated_once(checkpoint: Path, pictures: Path, names: list[str] | None) -> None:
+    begun = []
+
+    class Loader(list[Path]):
+        def __iter__(self) -> Iterator[Path]:
+            begun.append(self)
+            return super().__iter__()
+
+    found = fusedvit.Embedder(checkpoint).embed(Loader([pictures / "00.png"] * 2), names)
+    assert [each.error for each in found] == ["", ""] and len(begun) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -507,6 +508,18 @@ def test_order_names_and_indices(tmp_path: Path) -> None:
     assert [media.frames.shape[2] for media in found] == [9 + i for i in range(20)]
     assert [media.index for media in found] == list(range(20))
     assert found[5].name == "a.png" and found[6].name == "bytes 6"
+
+
+def test_sources_are_iterated_once() -> None:
+    """A `DataLoader` starts its processes at each `iter`."""
+    begun = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[bytes]:
+            begun.append(self)
+            return iter([_encoded(_PICTURE, "PNG")] * 2)
+
+    assert len(load(Loader())) == 2 and len(begun) == 1
 
 
 def test_a_broken_file_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
