@@ -114,8 +114,9 @@ def unnamed(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first paragraph of an error's message in one line of at most 300 characters, else the error's class."""
-    return " ".join(str(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
+    """The first paragraph of an error's message, without the prefix "fusedvit: ", in one line of at most 300
+    characters, else the error's class."""
+    return " ".join(unnamed(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
 
 
 def from_json(text: str | bytes) -> Any:

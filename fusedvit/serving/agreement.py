@@ -63,7 +63,7 @@ class Group:
 
 def told(error: Exception) -> str:
     """The text in which one rank tells the others of an error."""
-    return f"{type(error).__name__}: {first_line(error).removeprefix(PREFIX)}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 class OutOfStep(RuntimeError):

@@ -176,6 +176,18 @@ def test_what_encode_refuses(checkpoint: Path, pictures: Path, expected: dict[st
         close(found["embedding"][i], expected[f"{i % 5:02d}.png"][:, : TINY["out_hidden_size"]].mean(0))
 
 
+def test_an_encode_that_refuses_by_an_error_of_ours(checkpoint: Path) -> None:
+    def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
+        if any(image.size == (9, 9) for image in images):
+            raise InputError("too small")
+        return torch.ones(len(images), 3)
+
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    images = [np.zeros((side, side, 3), np.uint8) for side in (40, 9)]
+    found = fusedvit.Embedder(model, tiny_processor(), encode=encode)({"image": images})
+    assert found["error"] == ["", "encode= refuses it: too small"]
+
+
 def test_an_encode_that_works_for_nothing_is_named(checkpoint: Path, pictures: Path) -> None:
     def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
         raise ValueError("no such prompt")
