@@ -30,7 +30,7 @@ from fusedvit.pixels.media import Media, MediaError, Source, VideoFacts, load_on
 from fusedvit.pixels.streaming import frames_of
 
 Row = dict[str, Any]
-DEATHS = 5  # of actors at the same shard, such as of memory that its pixels need: then a job ends
+DEATHS = 5  # of actors at the same shard, for want of memory for example, that end a job
 
 
 def embed(
