@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from fusedvit.calls.original_inputs import for_original
 from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
@@ -30,7 +31,6 @@ from fusedvit.families.registry import family_of
 from fusedvit.forks import is_held, renew_in_children
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
-from fusedvit.original_inputs import for_original
 from fusedvit.outputs.hugging_face import to_hugging_face
 from fusedvit.pixels.processors import (
     as_before_on_error,

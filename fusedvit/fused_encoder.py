@@ -14,42 +14,31 @@ import torch
 from torch import nn
 from triton.runtime.cache import triton_key
 
+from fusedvit.calls.attempts import Attempts
 from fusedvit.checks import fallback, transforms
 from fusedvit.checks.as_built import Built, gathers_shards, wrong_parameters
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.checks.own_forward import bypass
 from fusedvit.config import FuseConfig, takes_config
-from fusedvit.errors import Reason, WeightsReleased
+from fusedvit.errors import Reason
 from fusedvit.families.base import Family
 from fusedvit.forks import renew_in_children
 from fusedvit.graphs.manager import MIB
-from fusedvit.kernels.launch import KernelFailed
-from fusedvit.kernels.load_inputs import FLOATS, kind_of
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
-from fusedvit.pauses import Pause
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.folded_normalizations import FoldedNormalizations
-from fusedvit.prepared_tower import INSIDE_CAPTURE, CannotPrepare, PreparedTower, Progress
+from fusedvit.prepared_tower import CannotPrepare, PreparedTower, Progress
 from fusedvit.runtime import speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.compile_service import service_of
-from fusedvit.runtime.inputs import Grid, Inputs, check_inputs, items_of_grid
-from fusedvit.runtime.kernel_loader import KernelsNotReady, collect_garbage
+from fusedvit.runtime.inputs import Grid, items_of_grid
+from fusedvit.runtime.kernel_loader import collect_garbage
 from fusedvit.runtime.runner import on_device
-from fusedvit.runtime.speculative_replay import Attempt, SpeculativeReplay, attempt
 from fusedvit.stats import Stats, compiles, describe, describe_ended, logger, of_graphs
 
-OVERTAKEN = 3  # runs of a call before it takes the lock that stops other threads from preparing weights
-MOST_RUNS = 8  # further runs under that lock
-MOST_REPEATS = 3  # preparations in a row from new parameter objects of the same values, before a pause begins
-
-
-# What a run may raise if the tower changes meanwhile. A timeout that a signal's handler raises is not among these.
-_OF_PYTHON = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
-_FAILS = (*_OF_PYTHON, KernelsNotReady, KernelFailed)
 _STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
 PUBLIC = (  # what `dir` of a handle lists
     *("config", "family", "normalizations", "processors", "spec", "tower"),
@@ -97,7 +86,6 @@ class FusedEncoder:
         # Whether a call with gradients enabled fell back while a parameter required them: then fingerprints are
         # compared even with watch_data=False.
         self._trained = False
-        self._pause = Pause()
         self._stats = Stats()
         self._calling: set[int] = set()  # threads in a call, where a signal's handler may find its own
         self._postponed: set[int] = set()  # those of them whose handler has asked for `release`
@@ -108,6 +96,8 @@ class FusedEncoder:
         self._source = functools.partial(_source_of, weakref.ref(tower), self._name, family, spec, self.built, known)
         self.prepared = PreparedTower(spec, config, self._source, known)
         self.weights = self.prepared.weights
+        self._attempts = Attempts(self.prepared, self._stats.eager_runs)
+        self._pause = self._attempts.pause
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))  # last: `_end_of` needs the rest
         self._served_tower: Callable[[], nn.Module | None] = self._tower
         self._judge_sharded: Callable[[], Reason | None] | None = None  # of a sharded tower that this handle serves
@@ -167,7 +157,8 @@ class FusedEncoder:
             replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
             called = self._served_tower() or tower
             reason = fallback.reason_of_call(called, pixel_values, grid_thw, extra) or self._pause.skip_call()
-            found = reason or self._attempt_as_ready(pixels, grid_thw, replay, marked)
+            check_content = self._judge_sharded is None and self.checks_content()
+            found = reason or self._attempts.of_call(pixels, grid_thw, replay, marked, check_content)
         finally:
             self._calling.discard(mine)  # first, as an interrupt may follow
             if replay is not None:
@@ -200,97 +191,6 @@ class FusedEncoder:
             self._stats.count_original(ended)
         else:
             self._fall_back(ended, strict)
-
-    def _attempt_as_ready(
-        self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
-    ) -> Attempt | Reason:
-        """Runs a call, or returns the reason why it cannot run fused, including kernels that are not compiled yet."""
-        before = self.weights.preparations
-        try:
-            found = self._attempt_until_unchanged(pixels, grid_thw, replay, marked)
-            self._note_preparations(found, self.weights.preparations != before)
-        except (KernelsNotReady, KernelFailed) as why:
-            return Reason(fallback.NOT_READY, str(why))
-        return found
-
-    def _attempt_until_unchanged(
-        self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
-    ) -> Attempt | Reason:
-        """Repeats a call until the weights are unchanged over one run, or returns the reason why it cannot run fused.
-
-        A thread that refreshes weights in a loop could overtake every run, so the last runs hold a lock against it.
-        """
-        prepared, parameter, once = self.prepared, self.weights.first_parameter(), self._pause.again
-        most, most_alone = (1, 1) if once else (OVERTAKEN, MOST_RUNS)
-        with on_device(parameter.device):
-            kind = kind_of(pixels, self.spec.patch_width) if marked else FLOATS
-            reason = prepared.ensure_weights(parameter, kind)
-            if reason is not None:
-                return reason
-            inputs = check_inputs(pixels, grid_thw, self.spec, parameter, marked)
-            if isinstance(inputs, Reason):
-                return inputs
-            found = self._attempt_often(inputs, replay, most, prepared.prepare)
-            if found is None:
-                with prepared.nothing_launched():
-                    found = self._attempt_often(inputs, None, most_alone, prepared.prepare_now)
-        if found is None:
-            runs = most + most_alone
-            found = Reason(fallback.CHANGED_DURING_CALL, f"other weights after each of {runs} runs than before it")
-        return found
-
-    def _attempt_often(
-        self, inputs: Inputs, replay: SpeculativeReplay | None, most: int, prepare: Callable[[int], Reason | None]
-    ) -> Attempt | Reason | None:
-        """As `_attempt_until_unchanged`; None if the weights changed during each of `most` runs."""
-        for _ in range(most):
-            found = self._attempt_once(inputs, replay)
-            if isinstance(found, Reason) or found.unchanged:
-                return found
-            replay, reason = None, prepare(found.weights_version)
-            if reason is not None:
-                return reason
-        return None
-
-    def _attempt_once(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
-        """Runs a call once. A run whose weights are released meanwhile counts as a run on changed weights, and so does
-        a run that raises after the tower has changed."""
-        version = self.weights.version if replay is None else replay.weights_version
-        try:
-            runtime = self.prepared.runtime_on(self.weights.first_parameter())
-            check_content = (
-                self._judge_sharded is None and self.checks_content() and runtime.no_graphs != INSIDE_CAPTURE
-            )
-            return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
-        except WeightsReleased:
-            return Attempt(None, [], version, unchanged=False)
-        except _FAILS:
-            if self.weights.host_unchanged():
-                raise
-            return Attempt(None, [], version, unchanged=False)
-
-    def _note_preparations(self, found: Attempt | Reason, prepared: bool) -> None:
-        """Begins a pause if this call, like the calls before it, prepared weights that no later call could use: the
-        three cases under "Calls pause" in docs/using.md.
-
-        Args:
-            found: what the call returned.
-            prepared: whether weights were prepared during the call, by it or by another thread.
-        """
-        if not isinstance(found, Reason) and not prepared:
-            self.weights.repeats = 0
-            self._pause.holds()
-            return
-        if self.prepared.config.strict:
-            return
-        each = self._pause.prepares(self.weights.changes)
-        if isinstance(found, Reason) and found.kind == fallback.CHANGED_DURING_CALL:
-            self._pause.begin(found)
-        elif self.weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
-            self._pause.begin(Reason(fallback.REPLACED_BETWEEN_CALLS, "other objects of the same values at each call"))
-            self.prepared.release()  # an offloaded tower is meant to hold no GPU memory
-        elif each:
-            self._pause.begin(Reason(fallback.CHANGED_BETWEEN_CALLS, "new values or adapters at each call"))
 
     def _fall_back(self, reason: Reason, strict: bool) -> None:
         """Counts a call that takes the original code.

@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from fusedvit.checks import fallback
-from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import SMALL, FuseConfig, check_config
 from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.forks import is_held
@@ -32,7 +31,7 @@ from fusedvit.runtime.compile_service import service_of
 from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run
 from fusedvit.runtime.meta_runs import MetaRuns
 from fusedvit.runtime.runner import Runtime, budgets_of
-from fusedvit.runtime.weight_cache import WeightCache
+from fusedvit.runtime.weight_cache import Source, WeightCache
 
 NO_GPU = "no GPU"  # why a fused call runs without graphs, as counted in `stats()`
 NO_GRAPHS = "graphs off"
@@ -68,7 +67,7 @@ class PreparedTower:
         self,
         spec: VisionSpec,
         config: FuseConfig,
-        source: Callable[[], CheckedTower],
+        source: Callable[[], Source],
         normalizations: dict[bool, Normalization],
     ) -> None:
         """

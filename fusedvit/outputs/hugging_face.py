@@ -4,21 +4,23 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fusedvit.calls.original_inputs import for_original
 from fusedvit.checks.arguments import asked_for, configured, gives, recordable
 from fusedvit.checks.forward_hooks import marks_for_gradients
 from fusedvit.checks.recorded import version_of
-from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.spec import VisionSpec
-from fusedvit.original_inputs import for_original
 from fusedvit.outputs.gradients import with_gradients
 from fusedvit.outputs.lazy import HIDDEN_STATES, Ambient, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.pixels.byte_pixels import BytePixels
+
+if TYPE_CHECKING:
+    from fusedvit.fused_encoder import FusedEncoder
 
 _CAPTURING = "transformers.utils.output_capturing"
 
@@ -26,7 +28,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 def to_hugging_face(
     original: Any,
     tower: nn.Module,
-    handle: FusedEncoder,
+    handle: "FusedEncoder",
     outputs: EncoderOutputs,
     call: tuple[Any, Any, dict[str, Any]],
 ) -> Any:
@@ -59,7 +61,7 @@ def side_by_side(outputs: EncoderOutputs, spec: VisionSpec) -> torch.Tensor:
     return torch.cat([outputs.pooled, *features], dim=1) if features else outputs.pooled
 
 
-def _record(original: type, handle: FusedEncoder, outputs: EncoderOutputs) -> Any:
+def _record(original: type, handle: "FusedEncoder", outputs: EncoderOutputs) -> Any:
     record = getattr(sys.modules[original.__module__], _record_class(original, handle.family.output_class))
     fields: dict[str, Any] = {"last_hidden_state": outputs.last_hidden_state(handle.spec)}
     if handle.spec.merged_outputs and handle.spec.returns_hidden:
@@ -79,7 +81,7 @@ def _record_class(original: Any, names: str | tuple[str, ...]) -> str:
 
 
 def _hidden_states(
-    original: Any, tower: nn.Module, handle: FusedEncoder, call: tuple[Any, Any, dict[str, Any]], record: Any
+    original: Any, tower: nn.Module, handle: "FusedEncoder", call: tuple[Any, Any, dict[str, Any]], record: Any
 ) -> HiddenStates:
     """How to compute later the hidden states that a call asked for, in the dtypes that they would have had."""
     pixels, grid, arguments = call
@@ -129,7 +131,7 @@ def _resolves_indices() -> bool:
     return hasattr(sys.modules[_CAPTURING], "resolve_hidden_states_indices")
 
 
-def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[], str]:
+def _changed_since_now(tower: nn.Module, handle: "FusedEncoder", selected: bool) -> Callable[[], str]:
     """A function to call later: it says what about the tower has changed since now, "" for nothing.
 
     Args:

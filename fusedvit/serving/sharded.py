@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from fusedvit.checks.change_detection import Snapshot
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.errors import Reason, attempted, unnamed
 from fusedvit.families.base import Family
-from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.graphs.manager import MIB
 from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
@@ -46,7 +45,10 @@ from fusedvit.serving.agreement import (
 )
 from fusedvit.serving.shards import Shard, sharding_of
 
-Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | Reason]
+if TYPE_CHECKING:
+    from fusedvit.fused_encoder import FusedEncoder
+
+Encode = Callable[["FusedEncoder", nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | Reason]
 
 _ATTEMPTS = 3  # at a call, if shards change: gathered before the first time, they may have been written to meanwhile
 
@@ -137,7 +139,7 @@ class ShardedTower:
 
     sharded: nn.Module
     whole: nn.Module
-    handle: FusedEncoder
+    handle: "FusedEncoder"
     built: Built
     group: Group
     encode: Encode

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit.calls.pauses import MOST_PREPARING
 from fusedvit.checks import fallback
 from fusedvit.kernels.fingerprint import GROUP
 from fusedvit.kernels.reference.fingerprint import sampled_groups
-from fusedvit.pauses import MOST_PREPARING
 from tests.support.families import family_tower
 from tests.support.towers import (
     GRIDS,

@@ -127,7 +127,7 @@ USERS_MEET = (
     *(f"fusedvit/{name}.py" for name in ("api", "config", "data_parallel", "fused_encoder", "model/spec")),
     "fusedvit/outputs/lazy.py",
     "fusedvit/outputs/hugging_face.py",
-    "fusedvit/original_inputs.py",
+    "fusedvit/calls/original_inputs.py",
     "fusedvit/checks/find_tower.py",
     "fusedvit/runtime/inputs.py",
     "fusedvit/pixels/byte_pixels.py",

@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedvit
+from fusedvit.calls.original_inputs import for_original
 from fusedvit.checks import fallback
 from fusedvit.families.registry import family_of
-from fusedvit.original_inputs import for_original
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
 from tests.support.towers import Call, assert_same, outcome, outputs_of, ran_original
 

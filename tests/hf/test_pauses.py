@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedvit
+from fusedvit.calls.attempts import MOST_REPEATS, MOST_RUNS, OVERTAKEN
+from fusedvit.calls.pauses import AS_MUCH_AS, FIRST, MOST, MOST_PREPARING, Pause
 from fusedvit.checks import fallback
 from fusedvit.errors import Reason
-from fusedvit.fused_encoder import MOST_REPEATS, MOST_RUNS, OVERTAKEN
-from fusedvit.pauses import AS_MUCH_AS, FIRST, MOST, MOST_PREPARING, Pause
 from tests.hf.test_weights import like
 from tests.support.towers import (
     GRIDS,

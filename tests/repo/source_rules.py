@@ -29,14 +29,16 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "stats": ("checks", "runtime", "model", "graphs", "kernels", "errors", "forks"),
     "prepared_tower": (*_ENGINE, "forks"),
     "forks": (),
-    "pauses": ("errors",),
-    "fused_encoder": (*_ENGINE, "families", "pixels", "prepared_tower", "stats", "pauses", "forks"),
-    "original_inputs": ("runtime", "pixels"),
-    "outputs": ("checks", "model", "pixels", "fused_encoder", "original_inputs"),
+    "calls": ("checks", "runtime", "kernels", "pixels", "prepared_tower", "errors"),
+    "fused_encoder": (
+        *("checks", "runtime", "model", "graphs", "config", "errors"),
+        *("families", "pixels", "prepared_tower", "calls", "stats", "forks"),
+    ),
+    "outputs": ("checks", "model", "pixels", "fused_encoder", "calls"),
     "checkpoint": ("checks", "families", "errors"),
     "api": (
         *("checks", "families", "model", "runtime", "config", "errors", "pixels"),
-        *("fused_encoder", "original_inputs", "outputs", "forks"),
+        *("fused_encoder", "calls", "outputs", "forks"),
     ),
     "tower_copies": ("api", "fused_encoder", "outputs", "checks", "runtime", "model", "errors"),
     "data_parallel": (

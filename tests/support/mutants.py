@@ -30,6 +30,7 @@ IN_HOOKS = "fusedvit/checks/forward_hooks.py"
 CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py"
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
+ATTEMPTS = "fusedvit/calls/attempts.py"
 PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/checks/own_forward.py"
 COPIES, PARALLEL = "fusedvit/tower_copies.py", "fusedvit/data_parallel.py"
 PREPARE, DIGEST = "fusedvit/model/prepare_weights.py", "fusedvit/model/digest.py"
@@ -792,7 +793,7 @@ MUTANTS = (
     Mutant(
         "weights that training writes", ENCODER, "watch_data or self._trained", "watch_data", "hf/kept_weights:steps_of"
     ),
-    Mutant("calls that prepare", ENCODER, "elif each:", "elif False:", "hf/pauses:other"),
+    Mutant("calls that prepare", ATTEMPTS, "elif each:", "elif False:", "hf/pauses:other"),
     Mutant(
         "parameters of FSDP1",
         BUILT,
@@ -800,7 +801,7 @@ MUTANTS = (
         "",
         "hf/handles:a_tower_that_fsdp1",
     ),
-    Mutant("calls pause after a change", ENCODER, "self._pause.begin(found)", "pass", "hf/pauses:weights_written"),
+    Mutant("calls pause after a change", ATTEMPTS, "self.pause.begin(found)", "pass", "hf/pauses:weights_written"),
     Mutant(
         "equal content is no news",
         CACHE,
@@ -810,7 +811,7 @@ MUTANTS = (
     ),
     _never(
         "a pause ends",
-        ENCODER,
+        ATTEMPTS,
         "not isinstance(found, Reason) and not prepared",
         "hf/pauses:weights_written",
     ),
