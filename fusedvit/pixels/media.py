@@ -498,7 +498,9 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
     import av
 
     try:
-        with given.open() as file, av.open(file, format=given.video, metadata_errors="replace") as container:
+        # Metadata may be in any encoding; PyAV 19 takes that without being told.
+        options = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+        with given.open() as file, av.open(file, format=given.video, **options) as container:
             stream = container.streams.best("video")  # as torchcodec does: the first may be a cover picture
             if stream is None:
                 raise MediaError(f"{given.shown}: one video stream expected, got none")

@@ -328,7 +328,7 @@ def test_a_cover_picture_is_not_the_video(tmp_path: Path, first: bool) -> None:
 # ── videos of which fewer frames are shown, or decode, than there are packets ─────────────────────────────────────────
 
 
-def _greys(path: Path, group: int = 30, reordered: int = 0, codec: str = "libx264") -> None:
+def _greys(path: Path, group: int = 30, reordered: int = 0, codec: str = "libx264", title: str = "") -> None:
     """A video whose frame i is of the grey 4 i, a key frame every `group`, `reordered` between references."""
     av = pytest.importorskip("av")
     options = {"g": str(group), "keyint_min": str(group)}
@@ -336,6 +336,7 @@ def _greys(path: Path, group: int = 30, reordered: int = 0, codec: str = "libx26
         options |= {"sc_threshold": "0", "bf": str(reordered), "b_strategy": "0"}
     try:
         with av.open(path, "w") as file:
+            file.metadata["title"] = title
             stream = file.add_stream(codec, rate=25, options=options)
             stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
             for i in range(60):
@@ -414,6 +415,27 @@ def test_packets_whose_frames_are_not_shown(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(media, "_decoded", lambda *given, count=count: (decoded(*given)[0], count))
         with pytest.raises(MediaError, match=f"a.webm: {said}"):
             load_one(path)
+
+
+@pytest.mark.parametrize("major", [None, 18, 19])
+def test_titles_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: int | None) -> None:
+    """PyAV 19 takes them without the option that releases before need, and has no such option."""
+    av = pytest.importorskip("av")
+    _greys(tmp_path / "a.mp4", title="plain")
+    content = (tmp_path / "a.mp4").read_bytes().replace(b"plain", b"caf\xe9s")
+    assert b"caf\xe9s" in content
+    real, given = av.open, []
+
+    def opened(file: Any, **options: Any) -> Any:
+        given.append(options)
+        return real(file, **options) if major is None else real(io.BytesIO(content.replace(b"\xe9", b"e")))
+
+    monkeypatch.setattr(av, "open", opened)
+    if major is not None:
+        monkeypatch.setattr(av, "__version__", f"{major}.1.0")
+    assert load_one(content, frames=3).frames.shape[0] == 3
+    told = major == 18 if major is not None else int(av.__version__.split(".")[0]) < 19
+    assert given and all(("metadata_errors" in options) is told for options in given)
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".m2ts", ".flv", ".avi"])
