@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -72,6 +73,22 @@ def test_names_of_the_package_exist() -> None:
     at_once |= {name for name in names if name.startswith("fusedvit.pixels")}
     program = f"import fusedvit\nfor name in {sorted(at_once)}: eval(name)\nassert 'pixels' in dir(fusedvit)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_help_names_every_argument() -> None:
+    """Of public functions, and of methods of public classes, that have a list of arguments."""
+    homes = [getattr(home, name) for home in (fusedvit, fusedvit.pixels) for name in home.__all__]
+    classes = [home for home in homes if inspect.isclass(home)]
+    methods = [value for cls in classes for name, value in vars(cls).items() if name[0] != "_" or name == "__call__"]
+    unwrapped = [getattr(value, "__func__", value) for value in [*homes, *methods]]
+    missing = []
+    for function in filter(inspect.isfunction, unwrapped):
+        _, found, rest = (inspect.getdoc(function) or "").partition("Args:\n")
+        listed = re.findall(r"^    (\w[\w, ]*):", rest.partition("\n\n")[0], re.MULTILINE)
+        names = {name for line in listed for name in line.split(", ")}
+        missing += [(function, {*inspect.signature(function).parameters} - {"self"} - names)] if found else []
+    assert len(missing) >= 10
+    assert [(function, names) for function, names in missing if names] == []
 
 
 def test_the_example_is_the_code_of_its_file() -> None:
