@@ -18,6 +18,7 @@ from fusedvit.bench import report
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
+from fusedvit.kernels import tuning_table
 from fusedvit.model.spec import VisionSpec
 from tests.support.families import TINY, class_of
 from tests.support.graphs_on_cpu import GRID, Case, case  # noqa: F401  # a fixture
@@ -126,6 +127,13 @@ def test_every_counter_has_a_unit(case: Case) -> None:  # noqa: F811
     options = {field.name for field in fields(FuseConfig)}
     assert {*counted, *counted["graphs"]} - options <= named
     assert named <= {*counted, *counted["graphs"]}
+
+
+def test_the_tuning_table_holds(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```json\n(.*?)```", page("docs/tuning.md"), re.DOTALL)
+    (tmp_path / "table.json").write_text(example, encoding="utf-8")
+    table = tuning_table.read(tmp_path / "table.json", "NVIDIA H200")
+    assert len(table.entries) == 1 and table.stale == ()
 
 
 def test_every_family_is_in_the_support_matrix() -> None:
