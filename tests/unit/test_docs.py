@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fusedvit
 from fusedvit.bench import report
@@ -20,6 +21,7 @@ from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.kernels import tuning_table
 from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime.captured_encoder import limits_for
 from tests.support.families import TINY, class_of
 from tests.support.graphs_on_cpu import GRID, Case, case  # noqa: F401  # a fixture
 from tests.support.towers import Call
@@ -152,6 +154,12 @@ def test_memory_is_what_was_measured() -> None:
     assert f"| {float(weights):.0f} MiB |" in part and f"| {float(buffers):.0f} MiB |" in part
     assert f"up to {largest} output tokens" in part
     assert f"{budgets} token budgets up to {largest}" in page("docs/serving.md")
+
+
+def test_graphs_are_as_many_as_captured() -> None:
+    specs = [VisionSpec(1, 64, 1, 64, 64, 64, 16, merge_size=side) for side in (2, 3)]
+    most, gemma = (len(limits_for(spec, torch.bfloat16, 2**34).token_budgets) for spec in specs)
+    assert f"{most} graphs ({gemma} of Gemma 4) are captured" in " ".join(page("docs/using.md").split())
 
 
 def test_figures_of_byte_times_are_those_of_their_document() -> None:
