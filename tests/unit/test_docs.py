@@ -16,6 +16,7 @@ import torch
 
 import fusedvit
 from fusedvit.bench import report
+from fusedvit.bench.workloads import PATCH, WORKLOADS
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
@@ -159,7 +160,14 @@ def test_memory_is_what_was_measured() -> None:
 def test_graphs_are_as_many_as_captured() -> None:
     specs = [VisionSpec(1, 64, 1, 64, 64, 64, 16, merge_size=side) for side in (2, 3)]
     most, gemma = (len(limits_for(spec, torch.bfloat16, 2**34).token_budgets) for spec in specs)
-    assert f"{most} graphs ({gemma} of Gemma 4) are captured" in " ".join(page("docs/using.md").split())
+    assert f"ladder up to it has {most} graphs ({gemma} of Gemma 4)" in " ".join(page("docs/using.md").split())
+
+
+def test_the_mixed_workload() -> None:
+    (_, side, _), (steps, frame, _), *images = WORKLOADS["mixed"]
+    said = f"an image of {side * PATCH} px, a video of {2 * steps} frames of {frame * PATCH} px, and images of "
+    said += " and ".join(f"{h * PATCH} x {w * PATCH}" for _, h, w in images)
+    assert f"*mixed* is {said} px" in " ".join(page("docs/performance.md").split())
 
 
 def test_figures_of_byte_times_are_those_of_their_document() -> None:
