@@ -23,9 +23,9 @@ def arguments(about: str) -> argparse.ArgumentParser:
     """A parser with the options of every program: `--json` and `--commit`.
 
     Args:
-        about: the program's docstring, whose first line its help shows.
+        about: the program's docstring, whose first paragraph its help shows.
     """
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser = argparse.ArgumentParser(description=about.partition("\n\n")[0])
     parser.add_argument("--json", type=_document, help="where the document goes; without it figures are only printed")
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     return parser

@@ -22,8 +22,8 @@ class FuseConfig:
         token_budgets: sizes of the captured CUDA graphs in output (merged) tokens, ascending; kept as a tuple. The
             largest decides how much memory is held. At least four smaller sizes per octave are added, so that a small
             batch does not run in a large graph. None: chosen from the tower and the free memory.
-        max_items: images and videos (or parts of videos) per graph; None: 64, or as many as the largest budget has
-            tokens if that is less.
+        max_items: images and videos (or parts of videos) per graph; None: 64, at most as many as the largest budget has
+            tokens and a given `max_frames`.
         max_frames: frames (attention sequences) per graph; None: four for each of `max_items` and at least 256, or as
             many as the largest budget has tokens if that is less.
         graphs: replay CUDA graphs on a GPU; False runs every call eagerly.

@@ -53,7 +53,7 @@ class InputError(ValueError):
 
 
 class UnsupportedModel(InputError):
-    """The model contains no supported vision tower; the message names the supported ones."""
+    """A model has no supported vision tower, or several, or a processor cannot return bytes; the message says which."""
 
 
 def attempted(act: Callable[[], Result], *kinds: type[Exception]) -> Result | Exception:

@@ -223,9 +223,9 @@ class FusedEncoder:
     def stats(self) -> dict[str, Any]:
         """Counters as plain values, and the MiB held by weights and graphs; docs/using.md gives the unit of each.
 
-        `compiles` counts kernels compiled in this process. `graphs` is present once the tower has run on a GPU. `state`
-        is the value of `state()`; during a pause it says why, for how many calls, and what ends the pause. `copies` is
-        a list with such a dictionary for each copy on another device, and its `device`.
+        `compiles` counts kernels compiled or loaded in this process. `graphs` is present once the tower has run on a
+        GPU. `state` is the value of `state()`; during a pause it says why, for how many calls, and what ends the pause.
+        `copies` is a list with such a dictionary for each copy on another device, and its `device`.
         """
         state, paused = self.state(), self._pause.lasts()
         more: dict[str, Any] = {
@@ -241,7 +241,7 @@ class FusedEncoder:
         return self._stats.as_dict() | more
 
     def reason(self, pauses: bool = True) -> Reason | None:
-        """Why the next call of the tower as it stands would not run fused, or None; waits for the GPU.
+        """Why the tower as it stands cannot run fused, or None; waits for the GPU. `state` says whether it is fused.
 
         Args:
             pauses: whether a pause, which is temporary, counts as a reason.
@@ -327,6 +327,7 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower was unfused, or is gone; or, with `strict=True`, an attribute `forward` of it calls
                 the original code. The options are as they were.
+            TypeError: `config` is not a `FuseConfig`.
             ValueError: the tower cannot meet an option.
         """
         self._live_tower()
@@ -424,6 +425,7 @@ class FusedEncoder:
         No other code writes to this handle's own tower, so calls do not compare its content.
 
         Args:
+            tower: the engine's own; it is held weakly.
             judge: why `tower` as it stands cannot run fused, or None. It must not keep `tower` alive.
         """
         self._served_tower, self._judge_sharded = weakref.ref(tower), judge

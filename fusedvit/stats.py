@@ -119,8 +119,8 @@ def of_graphs(graphs: TowerGraphs, eager_runs: int) -> dict[str, Any]:
 
 
 def compiles() -> int:
-    """How many kernels of `fusedvit.kernels` this process has compiled, for all towers and devices; constant after a
-    warm-up."""
+    """How many kernels of `fusedvit.kernels` this process has compiled or loaded, for all towers and devices; constant
+    after a warm-up."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("fusedvit.kernels.")]
     kernels = {id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}
     held = [list(caches[0].values()) for kernel in kernels.values() for caches in list(kernel.device_caches.values())]
@@ -270,5 +270,5 @@ def _memory(stats: dict[str, Any]) -> list[str]:
         items, frames = _counted(g["max_items"], "item"), _counted(g["max_frames"], "frame")
         sizes = f"from {budgets[0]} to {budgets[-1]}"
         lines.append(f"  {_counted(len(budgets), 'token budget')} {sizes}, at most {items} and {frames} a graph")
-    lines[0] += f"; {_counted(stats['compiles'], 'kernel')} compiled"
+    lines[0] += f"; {_counted(stats['compiles'], 'kernel')} loaded"
     return lines

@@ -160,7 +160,10 @@ def verify(
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; else bf16 on a GPU, fp32 on a CPU.")] = None,
     json: Json = None,
 ) -> None:
-    """Compare the fused tower of your checkpoint with the original, on your media."""
+    """Compare the fused tower of your checkpoint with the original, on your media.
+
+    Media are resized to 4,096 to 1,048,576 pixels a frame, whatever the checkpoint's own processor does.
+    """
     run("verify", json, model=model, media=media, device=device, dtype=dtype)
 
 
@@ -191,7 +194,7 @@ def env(json: Json = None) -> None:
 def tune(
     tower: Annotated[
         list[str] | None,
-        typer.Option("--tower", metavar="NAME", help="Of Qwen3-VL-8B and -2B, the default, other families', or 'all'."),
+        typer.Option("--tower", metavar="NAME", help="As for bench, or 'all'; by default Qwen3-VL-8B and -2B."),
     ] = None,
     budget: Annotated[
         list[int] | None,

@@ -147,7 +147,7 @@ def _device(names: tuple[str, ...]) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     if set(names) - {"tiny"}:
-        raise InputError(f"bench: {', '.join(names)} needs an NVIDIA GPU; without one only --tower tiny runs")
+        raise InputError(f"bench: needs an NVIDIA GPU for {', '.join(names)}; without one only --tower tiny runs")
     return torch.device("cpu")
 
 

@@ -45,7 +45,8 @@ def run(
         import_module(package)  # if it is missing, fail before the work
     *inputs, out = given
     if not inputs or not all(given):
-        raise InputError(f"embed: MODEL, one INPUT or more, and OUT expected, got {' '.join(map(repr, given))}")
+        got = " ".join(map(repr, (model, *given)))
+        raise InputError(f"embed: MODEL, one INPUT or more, and OUT expected, got {got}")
     if output not in OUTPUTS:
         raise InputError(f"--output: one of {', '.join(OUTPUTS)} expected, got {output!r}")
     job = Job(model, tuple(inputs), out, output, deepstack, shard_size, device)

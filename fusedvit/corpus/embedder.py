@@ -173,12 +173,12 @@ class Embedder:
         """The result for each source, in their order; the next sources are decoded and computed meanwhile.
 
         Args:
-            sources: one source or several, as `pixels.media.load` takes them: paths, contents of files, or pixels;
+            sources: one source or several, as `fusedvit.pixels.load` takes them: paths, contents of files, or pixels;
                 endless iterables are fine.
             names: ids of the sources, one for each; by default their numbers.
 
         Raises:
-            TypeError: no sources, or `names` is no list of strings.
+            TypeError: `sources` is neither a source nor several, or `names` is no list of strings.
             ValueError: fewer or more names than sources.
             InputError: the machine fails. Errors of iterating `sources` are passed on. Earlier results come first.
         """

@@ -48,7 +48,7 @@ class BytePixels(torch.Tensor):
 
         Args:
             patches: `[…, normalization.width(still)]` uint8, any device, any strides.
-
+            normalization: what turns the bytes into the tower's pixels.
             still: each row holds one frame.
             casts: dtypes of floats that the pixels were cast to, in order.
 

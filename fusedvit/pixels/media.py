@@ -58,11 +58,17 @@ class MediaTooLarge(MediaError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on what is decoded. `max_pixels` holds for an image, and for all kept frames of a video together."""
+    """Limits on what is decoded.
+
+    Attributes:
+        max_bytes: of a file.
+        max_pixels: of an image, and of all kept frames of a video together.
+        max_frames: in a video's file, shown or not, of which few are kept.
+    """
 
     max_bytes: int = 256 * 2**20
     max_pixels: int = 128 * 2**20
-    max_frames: int = 20_000  # frames in the file, shown or not, of which few are kept
+    max_frames: int = 20_000
 
     def __post_init__(self) -> None:
         check_counts(**vars(self))

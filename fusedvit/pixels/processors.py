@@ -56,6 +56,7 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
 
     Raises:
         UnsupportedModel: `processor` holds neither an image nor a video processor whose patches we can compute.
+        TypeError, ValueError: `device` is no device, or is not there.
     """
     home = Home(None if device is None else device_named(device), os.getpid())
     parts = _processors_in(processor)

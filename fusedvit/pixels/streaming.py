@@ -110,7 +110,7 @@ def stream(
     first, whether decoding or iterating `sources` fails.
 
     Args:
-        sources: one source or several, as `media.load` takes them: paths of images and videos, contents of files,
+        sources: one source or several, as `load` takes them: paths of images and videos, contents of files,
             pixels.
         processor: a Hugging Face processor, or an image processor; it is not changed.
         device: where patches are computed and stay; by default the current GPU if there is one.

@@ -13,6 +13,7 @@ from fusedvit.model.ops import ops_for
 from fusedvit.model.spec import VisionSpec
 
 _TRIPLE, _TRIPLE_IN_WORDS = [int, int, int], "a list or tuple of three ints, (t, h, w)"
+_LISTS = "a grid is a list of triples, [(1, 4, 4)], and calls= of warmup() a list of grids, [[(1, 4, 4)]]"
 _INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 Grid = torch.Tensor | Sequence[Sequence[int]]
@@ -160,7 +161,8 @@ def check_grid(grid_thw: Grid) -> torch.Tensor:
         grid_thw = _grid_from_rows(grid_thw)
     _check_dense("grid_thw", grid_thw)
     if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
-        raise ValueError(f"fusedvit: grid_thw must have shape (n, 3), got {tuple(grid_thw.shape)}")
+        got = f"{tuple(grid_thw.shape)}" + (f": {_LISTS}" if grid_thw.ndim == 1 else "")
+        raise ValueError(f"fusedvit: grid_thw must have shape (n, 3), got {got}")
     if grid_thw.dtype not in _INTEGERS:
         raise ValueError(f"fusedvit: grid_thw must be of an integer dtype, got {grid_thw.dtype}")
     return grid_thw
@@ -193,7 +195,7 @@ def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 def _named(row: object) -> str:
     if isinstance(row, int):
-        return "an int: a grid is a list of triples, [(1, 4, 4)], and calls= of warmup() a list of grids, [[(1, 4, 4)]]"
+        return f"an int: {_LISTS}"
     return f"a {type(row).__name__}" + (": stack tensors into one of shape (n, 3)" * isinstance(row, torch.Tensor))
 
 

@@ -67,20 +67,26 @@ class VisionEmbeddings:
                 vLLM 0.33 writes them into the prompt.
 
         Raises:
-            TypeError: a timestamp is no number.
+            TypeError: timestamps are no lists of numbers.
             ValueError: another modality; timestamps for images, or not one per frame.
         """
         _check_modality(modality)
         found = {f"{modality}_embeds": self.rows.cpu(), f"{modality}_grid_thw": self.grid_thw.cpu()}
         if timestamps is None:
             return {modality: found}
-        frames, got = self.grid_thw[:, 0].tolist(), [len(item) for item in timestamps]
-        odd = next((t for item in timestamps for t in item if not isinstance(t, int | float)), None)
+        if modality != "video":
+            raise ValueError(f"fusedvit: timestamps are for modality 'video', got them for {modality!r}")
+        try:
+            times = [list(item) for item in timestamps]
+        except TypeError:
+            raise TypeError(f"fusedvit: timestamps must be a list for each item, got {timestamps!r}") from None
+        odd = next((t for item in times for t in item if not isinstance(t, int | float)), None)
         if odd is not None:
             raise TypeError(f"fusedvit: timestamps must be seconds, got {odd!r}")
-        if modality != "video" or got != frames:
-            raise ValueError(f"fusedvit: timestamps must be {frames} of the items of a video, got {got} of {modality}")
-        return {modality: found | {"timestamps": [list(item) for item in timestamps]}}
+        frames, got = self.grid_thw[:, 0].tolist(), list(map(len, times))
+        if got != frames:
+            raise ValueError(f"fusedvit: timestamps must be {frames} for these items, one a frame, got {got}")
+        return {modality: found | {"timestamps": times}}
 
     def for_sglang(self, modality: str = "image") -> list[dict[str, Any]]:
         """SGLang's `image_data=` or `video_data=`: one entry, which holds every item of a request.

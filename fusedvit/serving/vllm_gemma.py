@@ -24,7 +24,7 @@ from fusedvit.serving.plugin import unwrapped, wrap
 
 TOWER = "vision_tower"  # the attribute of a model
 _IMAGES, _VIDEOS = "_process_image_input", "_process_video_input"
-# SHA-256 of a method's source, the first 16 digits: vLLM 0.26 and 0.27, 0.28, 0.29 to 0.32, 0.33
+# SHA-256 of each method's sources in vLLM 0.26 to 0.33, the oldest first; the first 16 digits
 _SOURCES = {
     _IMAGES: ("84965853cd7a6d36", "660847f59ce6e4a2", "985dd0c4555d4062"),
     _VIDEOS: ("4d128b07f9b6b85f", "e566f5e027b4bea3", "bf9e6c7f2d424bdb"),

@@ -809,10 +809,10 @@ def test_a_start_that_fails_while_another_is_at_work(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["only-one"], "INPUT one or more|one INPUT"),
+        (["only-one"], "one INPUT or more, and OUT expected, got 'model' 'only-one'"),
         (["a", "b", "--output", "max"], "one of mean, tokens"),
         (["a", "b", "--gpus", "7"], "numbers below|no GPU here"),
-        (["a", ""], "OUT expected, got 'a' ''"),
+        (["a", ""], "OUT expected, got 'model' 'a' ''"),
         (["a", "b", "--gpus", "0", "--device", "cpu"], "give one of them"),
         (["a", "b", "--device", "tpu9"], "--device must be"),
         (["absent", "b"], "no such file or folder"),

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -11,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fusedvit
 from fusedvit.bench import report
+from fusedvit.bench.workloads import PATCH, WORKLOADS
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
+from fusedvit.kernels import tuning_table
 from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime.captured_encoder import limits_for
 from tests.support.families import TINY, class_of
 from tests.support.graphs_on_cpu import GRID, Case, case  # noqa: F401  # a fixture
 from tests.support.towers import Call
@@ -74,6 +79,22 @@ def test_names_of_the_package_exist() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+def test_help_names_every_argument() -> None:
+    """Of public functions, and of methods of public classes, that have a list of arguments."""
+    homes = [getattr(home, name) for home in (fusedvit, fusedvit.pixels) for name in home.__all__]
+    classes = [home for home in homes if inspect.isclass(home)]
+    methods = [value for cls in classes for name, value in vars(cls).items() if name[0] != "_" or name == "__call__"]
+    unwrapped = [getattr(value, "__func__", value) for value in [*homes, *methods]]
+    missing = []
+    for function in filter(inspect.isfunction, unwrapped):
+        _, found, rest = (inspect.getdoc(function) or "").partition("Args:\n")
+        listed = re.findall(r"^    (\w[\w, ]*):", rest.partition("\n\n")[0], re.MULTILINE)
+        names = {name for line in listed for name in line.split(", ")}
+        missing += [(function, {*inspect.signature(function).parameters} - {"self"} - names)] if found else []
+    assert len(missing) >= 10
+    assert [(function, names) for function, names in missing if names] == []
+
+
 def test_the_example_is_the_code_of_its_file() -> None:
     (code,) = re.findall(r"```python\n(.*?)\)\n```", page("docs/families.md"), re.DOTALL)  # less the tuple's own end
     file = page("fusedvit/families/qwen2.py")
@@ -111,6 +132,13 @@ def test_every_counter_has_a_unit(case: Case) -> None:  # noqa: F811
     assert named <= {*counted, *counted["graphs"]}
 
 
+def test_the_tuning_table_holds(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```json\n(.*?)```", page("docs/tuning.md"), re.DOTALL)
+    (tmp_path / "table.json").write_text(example, encoding="utf-8")
+    table = tuning_table.read(tmp_path / "table.json", "NVIDIA H200")
+    assert len(table.entries) == 1 and table.stale == ()
+
+
 def test_every_family_is_in_the_support_matrix() -> None:
     part = page("README.md").split("## Support")[1].split("## What falls back")[0]
     listed = ", ".join(cells[0] for cells in rows_of(part)).replace(" to ", ", ")
@@ -127,6 +155,19 @@ def test_memory_is_what_was_measured() -> None:
     assert f"| {float(weights):.0f} MiB |" in part and f"| {float(buffers):.0f} MiB |" in part
     assert f"up to {largest} output tokens" in part
     assert f"{budgets} token budgets up to {largest}" in page("docs/serving.md")
+
+
+def test_graphs_are_as_many_as_captured() -> None:
+    specs = [VisionSpec(1, 64, 1, 64, 64, 64, 16, merge_size=side) for side in (2, 3)]
+    most, gemma = (len(limits_for(spec, torch.bfloat16, 2**34).token_budgets) for spec in specs)
+    assert f"ladder up to it has {most} graphs ({gemma} of Gemma 4)" in " ".join(page("docs/using.md").split())
+
+
+def test_the_mixed_workload() -> None:
+    (_, side, _), (steps, frame, _), *images = WORKLOADS["mixed"]
+    said = f"an image of {side * PATCH} px, a video of {2 * steps} frames of {frame * PATCH} px, and images of "
+    said += " and ".join(f"{h * PATCH} x {w * PATCH}" for _, h, w in images)
+    assert f"*mixed* is {said} px" in " ".join(page("docs/performance.md").split())
 
 
 def test_figures_of_byte_times_are_those_of_their_document() -> None:

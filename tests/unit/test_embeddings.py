@@ -48,9 +48,22 @@ def test_what_does_not_fit(rows: torch.Tensor, grid: torch.Tensor, expected: str
         VisionEmbeddings(ROWS, GRID, 2, levels=2).for_vllm("audio")
 
 
-@pytest.mark.parametrize("modality, timestamps", [("image", [[0.0], [0.0, 1.0]]), ("video", [[0.0], [0.0]])])
-def test_timestamps_that_do_not_fit(modality: str, timestamps: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match=r"timestamps must be \[1, 2\] of the items of a video"):
+@pytest.mark.parametrize(
+    "modality, timestamps, error, said",
+    [
+        ("image", [[0.0], [0.0, 1.0]], ValueError, "timestamps are for modality 'video', got them for 'image'"),
+        (
+            "video",
+            [[0.0], [0.0]],
+            ValueError,
+            r"timestamps must be \[1, 2\] for these items, one a frame, got",
+        ),
+        ("video", 5, TypeError, "timestamps must be a list for each item, got 5"),
+        ("video", [0.0, 1.0], TypeError, r"timestamps must be a list for each item, got \[0.0, 1.0\]"),
+    ],
+)
+def test_timestamps_that_do_not_fit(modality: str, timestamps: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=f"^fusedvit: {said}"):
         VisionEmbeddings(ROWS, GRID, 2, levels=2).for_vllm(modality, timestamps)
 
 

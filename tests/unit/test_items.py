@@ -113,10 +113,11 @@ def test_grids_of_another_shape(shape: list[int]) -> None:
         ([["1", 2, 2]], TypeError, "must hold ints"),
         ([[True, 2, 2]], TypeError, "must hold ints"),
         (["122"], TypeError, r"grid_thw\[0\] must be .*, got a str$"),
+        (torch.tensor([1, 2, 2]), ValueError, r"shape \(n, 3\), got \(3,\): a grid is .* a list of grids"),
     ],
     ids=repr,
 )
-def test_grids_that_are_no_tensors(grid: Any, error: type[Exception], message: str) -> None:
+def test_grids_that_are_none(grid: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^fusedvit: .*{message}"):
         check_grid(grid)
 

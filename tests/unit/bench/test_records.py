@@ -74,6 +74,11 @@ def test_a_document_that_can_lie_nowhere(given: str, capsys: pytest.CaptureFixtu
     )
 
 
+def test_help_begins_with_the_whole_first_paragraph() -> None:
+    shown = " ".join(records.arguments("Does this,\nand that.\n\nDetails.").format_help().split())
+    assert "Does this, and that." in shown and "Details" not in shown
+
+
 def test_a_program_ends_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> int:
         raise InputError("expected this, got that")
