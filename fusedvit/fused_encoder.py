@@ -291,7 +291,7 @@ class FusedEncoder:
             raise TypeError(f"fusedvit: calls must be an iterable of grid_thw, got {type(calls).__name__}")
         self._pause.end()
         wanted = None if calls is None else [items_of_grid(grid, self.spec.merge_size) for grid in calls]
-        with on_device(self.weights.first_parameter().device), self._raising():
+        with on_device(self.weights.first_parameter().device), self._preparing():
             self.prepared.warm_up(progress, wanted)
 
     def refresh(self) -> None:
@@ -309,12 +309,20 @@ class FusedEncoder:
             if reason is not None:
                 raise fallback.refused(self._name, reason)
             return
-        with on_device(self.weights.first_parameter().device), self._raising():
+        with on_device(self.weights.first_parameter().device), self._preparing():
             self.prepared.refresh()
 
     @contextlib.contextmanager
-    def _raising(self) -> Iterator[None]:
-        """Turns `CannotPrepare` into a RuntimeError for the caller."""
+    def _preparing(self) -> Iterator[None]:
+        """A context in which weights are prepared at the caller's request.
+
+        Raises:
+            RuntimeError: the tower cannot run fused, or not in the caller's context: a mode or a transform of torch's
+                would change what is prepared, and every later call would compute with it.
+        """
+        reason = transforms.active(None)
+        if reason is not None:
+            raise fallback.refused(self._name, reason)
         try:
             yield
         except CannotPrepare as why:

@@ -244,6 +244,8 @@ def _missing(plain: Plain, name: str) -> str:
     there = None if module is None else vars(module).get(last)
     if isinstance(there, torch.Tensor):
         return _FLATTENED.format(name) if _is_flattened(there) else f"{name} is a plain tensor, expected a parameter"
+    if path and module is not None and last not in module._parameters:  # as in a quantised or a parametrized layer
+        return f"parameter {name} is missing: {path} is {name_of(type(module))}"
     return f"parameter {name} is missing"
 
 

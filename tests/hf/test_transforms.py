@@ -17,7 +17,16 @@ from fusedvit.checks import fallback, transforms
 from fusedvit.checks.as_built import Built
 from fusedvit.graphs.limits import check_limits
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
-from tests.support.towers import Call, assert_same, copy_of, outputs_of, precomputed, ran_original, tiny_tower
+from tests.support.towers import (
+    Call,
+    assert_same,
+    copy_of,
+    outputs_of,
+    precomputed,
+    ran_fused,
+    ran_original,
+    tiny_tower,
+)
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
 SMALL = [(1, 4, 4), (1, 8, 4)]
@@ -198,6 +207,37 @@ def test_a_reason_names_the_transform() -> None:
     ):
         with pytest.raises(RuntimeError, match=f"fusedvit: Qwen3VLVisionModel cannot run fused: .*{name}"):
             transform(tower, call)
+
+
+class Shifted(TorchDispatchMode):
+    """Changes what is copied, as weights are while they are prepared."""
+
+    def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        return out + 1 if op is torch.ops.aten.clone.default else out
+
+
+class ShiftedFunctions(TorchFunctionMode):
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return out + 1 if function is torch.Tensor.clone else out
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("act", [fusedvit.FusedEncoder.refresh, fusedvit.FusedEncoder.warmup], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("context", [Shifted, ShiftedFunctions, forward_ad.dual_level])
+def test_no_weights_are_prepared_under_a_transform(context: Any, act: Callable[[Any], None], used: bool) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, SMALL)
+    expected, handle = call.run(tower), fusedvit.fuse(tower)
+    if used:
+        call.run(tower)
+    with context(), pytest.raises(RuntimeError, match=r"^fusedvit: Qwen3VLVisionModel cannot run fused: transform: "):
+        act(handle)
+    assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=1 + used)
+    act(handle)
+    assert_same(call.run(tower), expected)
 
 
 class Marked(torch.Tensor):

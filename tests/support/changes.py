@@ -50,6 +50,7 @@ def change(
 
 
 _TORCH, _QWEN3 = "torch.nn.modules", "transformers.models.qwen3_vl.modeling_qwen3_vl"
+_PARAMETRIZED = "torch.nn.utils.parametrize.Parametrized"
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper"
 
 
@@ -162,7 +163,9 @@ def mlp_skipped(tower: Tower) -> None:
     tower.blocks[0].mlp = nn.Identity()
 
 
-@change("parameter blocks.0.mlp.linear_fc2.weight is missing")
+@change(
+    f"parameter blocks.0.mlp.linear_fc2.weight is missing: blocks.0.mlp.linear_fc2 is {_TORCH}.container.Sequential"
+)
 def sequential_around_a_linear(tower: Tower) -> None:
     tower.blocks[0].mlp.linear_fc2 = nn.Sequential(tower.blocks[0].mlp.linear_fc2, Twice())
 
@@ -284,7 +287,10 @@ def child_replaced(tower: Tower) -> None:
 # parameters and buffers
 
 
-@change("parameter blocks.0.mlp.linear_fc1.weight is missing", matters=False)
+@change(
+    f"parameter blocks.0.mlp.linear_fc1.weight is missing: blocks.0.mlp.linear_fc1 is {_PARAMETRIZED}Linear",
+    matters=False,
+)
 def parametrized(tower: Tower) -> None:
     parametrizations.weight_norm(tower.blocks[0].mlp.linear_fc1)
 
@@ -297,7 +303,7 @@ def parametrization_removed(tower: Tower) -> None:
     nn.utils.parametrize.remove_parametrizations(layer, "weight")
 
 
-@change("parameter pos_embed.weight is missing")
+@change(f"parameter pos_embed.weight is missing: pos_embed is {_PARAMETRIZED}Embedding")
 def parametrized_table(tower: Tower) -> None:
     nn.utils.parametrize.register_parametrization(tower.pos_embed, "weight", Twice())
 
