@@ -26,7 +26,7 @@ from fusedvit.bench.ops import Case, attention_case, linear_case, supported, wro
 from fusedvit.bench.workloads import MERGED
 from fusedvit.kernels import backends
 from fusedvit.kernels.backends import Key
-from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_in_place
+from fusedvit.kernels.codegen_checks import Compiled, compile_in_place
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, cost_model
@@ -176,7 +176,7 @@ def problem_of(
     pair: Pair,
     dtype: torch.dtype,
     device: torch.device,
-    known: dict[Launch, Compiled] | None = None,
+    known: dict[object, Compiled] | None = None,
     lock: Path | None = None,
 ) -> str:
     """Why the candidate may not be used, or "". Without a GPU only its output is checked.
@@ -297,7 +297,7 @@ class _Worker:
 
 
 def _work(pipe: Any, dtype: torch.dtype, device: torch.device, lock: Path) -> None:
-    known: dict[Launch, Compiled] = {}
+    known: dict[object, Compiled] = {}
     with torch.inference_mode(), contextlib.suppress(EOFError):
         while True:
             pair = pipe.recv()

@@ -18,7 +18,6 @@ from triton.language import core
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language.nvidia.hopper import tma
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -28,7 +27,7 @@ try:
     async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     MISSING = ""
 except (ImportError, AttributeError) as error:
-    gluon = gl = GluonASTSource = TensorDescriptor = aggregate = barrier = async_load = async_store = None
+    gluon = gl = TensorDescriptor = aggregate = barrier = async_load = async_store = None
     MISSING = f"Triton {triton.__version__} has no Gluon for Hopper: {error}"
 
 AVAILABLE = not MISSING
