@@ -11,14 +11,16 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
+from typing import TypeGuard
 
 import torch
 import triton
 
 from fusedvit.bench.towers import FAMILIES, GEOMETRIES, family_and_spec
 from fusedvit.errors import named_line
-from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_launch, record, target_named
+from fusedvit.kernels.codegen_checks import Compiled, compile_job, describe, target_named
+from fusedvit.kernels.launch import Argument, KernelJob, record
 from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.runtime.tower_launches import launch_tower
@@ -61,22 +63,22 @@ class Matrix:
     alike: bool = False
 
 
-def launches_of(tower: str, dtype: str, budgets: Sequence[int], target: Target) -> list[Launch]:
-    """The launches of graphs of these budgets, in patch tokens, and those around them; each kernel once."""
+def launches_of(tower: str, dtype: str, budgets: Sequence[int], target: Target) -> dict[object, KernelJob]:
+    """What graphs of these budgets, in patch tokens, and the calls around them launch, as `record` returns it."""
     family, spec = family_and_spec(TOWERS[tower])
     merged = sorted({max(1, tokens // spec.merge_unit) for tokens in budgets})
     return record(partial(launch_tower, spec, family.names, DTYPES[dtype], target, True, merged))
 
 
-def launches_around(target: Target) -> list[Launch]:
+def launches_around(target: Target) -> dict[object, KernelJob]:
     """The launches that make patches, load them and store outputs: in every dtype, for towers with and without a
-    merger, with any number of deepstack mergers."""
+    merger, with any number of deepstack mergers; as `record` returns them."""
     qwen, ernie = (family_and_spec(TOWERS[name]) for name in ("Qwen3-VL-8B", "ERNIE-4.5-VL-28B-A3B"))
     towers = [ernie, *((qwen[0], replace(qwen[1], deepstack=qwen[1].deepstack[:n])) for n in range(4))]
     found = record(_launches_of_pixels)
     for (family, spec), dtype in itertools.product(towers, DTYPES.values()):
         every = record(partial(launch_tower, spec, family.names, dtype, target, True, (1,)))
-        found += [launch for launch in every if launch.name.startswith(("_load_inputs", "_store_outputs"))]
+        found |= {code: j for code, j in every.items() if j.name.startswith(("_load_inputs", "_store_outputs"))}
     return found
 
 
@@ -96,38 +98,36 @@ def _launches_of_pixels() -> None:
         patches_from_images(images, taps(4 * patch) if down_first else None, None, layout, grid, out)
 
 
-@lru_cache(maxsize=1)  # once per process: it takes as long as some compilations
-def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
+def jobs_of(matrix: Matrix) -> list[tuple[KernelJob, int]]:
     """Each distinct kernel of a matrix, with its architecture."""
-    jobs: list[tuple[Launch, int]] = []
+    jobs: list[tuple[KernelJob, int]] = []
     for arch in matrix.arches:
-        launches = dict.fromkeys(launches_around(TARGETS[arch]))
+        found = launches_around(TARGETS[arch])
         for tower, dtype in itertools.product(matrix.towers, matrix.dtypes):
             budgets = matrix.budgets or (BUDGETS[tower] if dtype == "bf16" else ONE_BUDGET)
-            launches |= dict.fromkeys(launches_of(tower, dtype, budgets, TARGETS[arch]))
-        chosen = {kind_of(launch): launch for launch in reversed(launches)}.values() if matrix.alike else launches
-        jobs += [(launch, arch) for launch in chosen]
+            found |= launches_of(tower, dtype, budgets, TARGETS[arch])
+        chosen = {kind_of(job): job for job in reversed(found.values())} if matrix.alike else found
+        jobs += [(job, arch) for job in chosen.values()]
     return jobs
 
 
-def kind_of(launch: Launch) -> tuple[object, ...]:
-    """A launch without its layer's sizes (only whether they are 0) and without its 16-bit type."""
-    constants = tuple((name, bool(value) if name in SIZES else value) for name, value in launch.constants)
-    signature = tuple((name, kind.replace("bf16", "fp16")) for name, kind in launch.signature)
-    return launch.kernel, signature, constants, launch.aligned, launch.options
+def kind_of(job: KernelJob) -> tuple[object, ...]:
+    """What determines a job's code, without its layer's sizes (only whether they are 0) and without its 16-bit type."""
+    constants = {name: bool(value) if name in SIZES else value for name, value in job.constants.items()}
+    arguments = (replace(a, dtype=DTYPES["fp16"]) if _is_bf16(a) else a for a in job.arguments)
+    return replace(job, arguments=tuple(arguments), constants=constants).code
 
 
-def _compile(index: int, matrix: Matrix) -> Compiled:
-    """Compiles one job by its number: launches hold kernels, which cannot be sent to another process."""
-    return compile_or_fail(*jobs_of(matrix)[index])
+def _is_bf16(argument: object) -> TypeGuard[Argument]:
+    return isinstance(argument, Argument) and argument.dtype == DTYPES["bf16"]
 
 
-def compile_or_fail(launch: Launch, arch: int) -> Compiled:
-    """`compile_launch`, but an error of the compiler becomes this launch's problem and does not end the run."""
+def compile_or_fail(job: KernelJob, arch: int) -> Compiled:
+    """`compile_job`, but an error of the compiler becomes this job's problem and does not end the run."""
     try:
-        return compile_launch(launch, arch)
+        return compile_job(job, arch)
     except Exception as error:
-        return Compiled(launch.describe(), arch, 0, 0, 0, (named_line(error),))
+        return Compiled(describe(job), arch, 0, 0, 0, (named_line(error),))
 
 
 def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:
@@ -136,7 +136,7 @@ def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:
     if processes == 1:
         return [compile_or_fail(*job) for job in jobs]
     with ProcessPoolExecutor(processes) as pool:
-        return list(pool.map(partial(_compile, matrix=matrix), range(len(jobs)), chunksize=4))
+        return list(pool.map(compile_or_fail, *zip(*jobs, strict=True), chunksize=4))
 
 
 def main(argv: list[str] | None = None) -> int:

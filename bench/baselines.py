@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fusedvit.bench.timing import replayed
 from fusedvit.bench.towers import shared_copy
 from fusedvit.bench.workloads import Grid
 
@@ -229,37 +230,14 @@ def forward(
     return h, hf.merger(h), deepstack
 
 
-@dataclass(frozen=True)
-class EngineLike:
-    """One shape, ready to run: `run` replays the graph and fills `outputs`; on a CPU it runs without a graph.
-
-    `held` keeps the graph's inputs alive, which a graph does not do by itself.
-    """
-
-    run: Callable[[], Any]
-    outputs: list[torch.Tensor]
-    held: tuple[Any, ...]
-
-
-def prepare(tower: nn.Module, pixels: torch.Tensor, layout: Layout, attend: Attend) -> EngineLike:
-    """Captures the tower for this shape; on a CPU there is nothing to capture."""
+def prepare(tower: nn.Module, pixels: torch.Tensor, layout: Layout, attend: Attend) -> Callable[[], list[torch.Tensor]]:
+    """The tower's call for this shape, as a graph's replay, which writes the same outputs each time."""
 
     def run() -> list[torch.Tensor]:
         hidden, merged, deepstack = forward(tower, pixels, layout, attend)
         return [hidden, merged, *deepstack]
 
-    if not pixels.is_cuda:
-        return EngineLike(run, run(), ())
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
-    return EngineLike(graph.replay, outputs, (pixels, layout, attend))
+    return replayed(run, pixels.device)
 
 
 def compiled(tower: nn.Module) -> dict[str, Callable[..., Any]]:
@@ -315,19 +293,10 @@ def _padded_in_a_graph(
             rows = (rows - tower.std_bias.float()) * tower.std_scale.float()
         return rows.to(images.dtype)
 
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        eager = finish(*run())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pooled, valid = run()
+    replay = replayed(run, images.device)
 
-    def call(inputs: tuple[torch.Tensor, ...] = (images, positions, none)) -> torch.Tensor:
-        """Replays and finishes. The default of `inputs` keeps the graph's inputs alive as long as this function."""
-        graph.replay()
-        return finish(pooled, valid)
+    def call() -> torch.Tensor:
+        return finish(*replay())
 
-    torch.testing.assert_close(call(), eager)
+    torch.testing.assert_close(call(), finish(*run()))
     return call

@@ -89,7 +89,7 @@ def measure(geometry: Geometry, device: torch.device, seconds: float) -> dict[st
     parity, cost = {}, {}
     for workload, grid in grids.items():
         rows = geometry.rows(grid)
-        pixels = pixels_for(tower, rows, torch.bfloat16, device, tokens(rows))
+        pixels = pixels_for(tower, rows, tokens(rows))
         grid_thw = torch.tensor(rows, device=device)
         modules = (ours, torch.bfloat16), (wide, wider(torch.bfloat16)), (tower, torch.bfloat16)
         parity[workload] = verdict_of(*(outputs_of(call_tower(m, pixels.to(d), grid_thw)) for m, d in modules))
@@ -128,7 +128,7 @@ def _outputs(tower: nn.Module, geometry: Geometry, dtype: torch.dtype) -> dict[s
     found = {}
     for name, grid in CHECKED_ON_CPU.items():
         rows = geometry.rows(grid)
-        pixels = pixels_for(tower, rows, dtype, torch.device("cpu"), tokens(rows))
+        pixels = pixels_for(tower, rows, tokens(rows))
         found[name] = outputs_of(call_tower(tower, pixels, torch.tensor(rows)))
     return found
 

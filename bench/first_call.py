@@ -25,7 +25,7 @@ from torch import nn
 from fusedvit.api import fuse
 from fusedvit.bench import towers
 from fusedvit.bench.records import arguments, need_gpus, passport, run_program, write
-from fusedvit.bench.workloads import image, tokens
+from fusedvit.bench.workloads import image
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.runtime.compile_service import service_of
 from fusedvit.runtime.compiled_kernels import VARIABLE
@@ -62,12 +62,11 @@ class Tower:
     def __init__(self) -> None:
         device = torch.device("cuda")
         self.module: nn.Module = towers.build_one(towers.GEOMETRIES[GEOMETRY], torch.bfloat16, device)
-        generator, width = torch.Generator(device).manual_seed(0), towers.patch_width(self.module)
-        self.inputs = {}
-        for side in SIDES:
-            grid = image(side)
-            pixels = torch.randn(tokens(grid), width, device=device, generator=generator).to(torch.bfloat16)
-            self.inputs[side] = pixels, torch.tensor(grid, device=device)
+        grids = {side: image(side) for side in SIDES}
+        self.inputs = {
+            side: (towers.pixels_for(self.module, grid, side), torch.tensor(grid, device=device))
+            for side, grid in grids.items()
+        }
         torch.cuda.synchronize()
 
     def timed(self, side: int) -> tuple[float, Any]:

@@ -99,7 +99,7 @@ def random_cases(tower: nn.Module, handle: FusedEncoder, rng: random.Random, cou
     cases = []
     for i in range(count):
         grid = random_grid(rng, largest)
-        pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, i)
+        pixels = pixels_for(tower, grid, i)
         cases.append((somewhere(grid, i), pixels, eager(handle, pixels, grid)))
     return cases
 
@@ -123,7 +123,7 @@ def graph_equals_eager(tower: nn.Module, handle: FusedEncoder, batches: int) -> 
     grids = [random_grid(rng) for _ in range(batches)] + [[(1, 4, 4)], [(1, 48, 48)], [(1, 4, 4)]]
     wrong = nans = 0
     for i, grid in enumerate(grids):
-        pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, i)
+        pixels = pixels_for(tower, grid, i)
         want = eager(handle, pixels, grid)
         poison(handle)
         got = call(tower, pixels, somewhere(grid, i))
@@ -139,7 +139,7 @@ def held_outputs(tower: nn.Module, calls: int) -> dict[str, int]:
     changed = 0
     for i in range(calls):
         grid = random_grid(rng, 400)
-        got = call(tower, pixels_for(tower, grid, torch.bfloat16, DEVICE, i), somewhere(grid, i))
+        got = call(tower, pixels_for(tower, grid, i), somewhere(grid, i))
         held.append((got, _checksum(got)))
         if len(held) == 500:
             changed += _changed(held)
@@ -161,7 +161,7 @@ def equal_totals(tower: nn.Module, handle: FusedEncoder, pairs: int) -> dict[str
     wrong = 0
     for i in range(pairs):
         first, second = _equal_pair(rng)
-        pixels = pixels_for(tower, first, torch.bfloat16, DEVICE, i)
+        pixels = pixels_for(tower, first, i)
         for grid in (first, second):
             got, want = call(tower, pixels, somewhere(grid, i)), eager(handle, pixels, grid)
             wrong += not same(got, want)
@@ -223,7 +223,7 @@ def captures_under_load(tower: nn.Module, handle: FusedEncoder, captures: int) -
 
     other = threading.Thread(target=disturb)
     other.start()
-    pixels, grid = pixels_for(tower, [(1, 8, 8)], torch.bfloat16, DEVICE, 0), [(1, 8, 8)]
+    pixels, grid = pixels_for(tower, [(1, 8, 8)]), [(1, 8, 8)]
     want = eager(handle, pixels, grid)
     right = 0
     before = handle.stats()["graphs"]["captures"]
@@ -242,7 +242,7 @@ def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float])
     Afterwards, with memory back, the output must be right, and less than 1 MiB held more than before (`leak_mib`).
     """
     grid: Grid = [(1, 16, 16), (2, 8, 8)]
-    pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(tower, grid)
     want, rows = eager(handle, pixels, grid), []
     for room in free_mib:
         handle.graphs().manager.release()  # weights stay prepared
@@ -341,7 +341,7 @@ def hostile_grids(tower: nn.Module, handle: FusedEncoder, grids: int) -> dict[st
     refused = answered = wrongly_answered = not_right = 0
     for i in range(grids):
         good = random_grid(rng, 400)
-        pixels = pixels_for(tower, good, torch.bfloat16, DEVICE, i)
+        pixels = pixels_for(tower, good, i)
         rows = [list(row) for row in good]
         rows[rng.randrange(len(rows))][rng.randrange(3)] = rng.choice(entries)
         try:
@@ -368,7 +368,7 @@ def bad_pixels(tower: nn.Module, handle: FusedEncoder, batches: int) -> dict[str
     wrong = 0
     for i in range(batches):
         grid: Grid = [(rng.randint(1, 3), 2 * rng.randint(1, 6), 2 * rng.randint(1, 6)) for _ in range(4)]
-        pixels, bad = pixels_for(tower, grid, torch.bfloat16, DEVICE, i), rng.randrange(4)
+        pixels, bad = pixels_for(tower, grid, i), rng.randrange(4)
         ends = [sum(t * h * w for t, h, w in grid[: j + 1]) for j in range(4)]
         first, last = ([0, *ends])[bad], ends[bad]
         broken = pixels.clone()
@@ -387,7 +387,7 @@ def repeats(tower: nn.Module, calls: int) -> dict[str, int]:
     """Repeated calls, interleaved with others in the same graphs, must give the same bits."""
     rng = random.Random(7)
     grids = [random_grid(rng) for _ in range(8)]
-    cases = [(grid, pixels_for(tower, grid, torch.bfloat16, DEVICE, i)) for i, grid in enumerate(grids)]
+    cases = [(grid, pixels_for(tower, grid, i)) for i, grid in enumerate(grids)]
     first = [call(tower, pixels, grid) for grid, pixels in cases]
     wrong = 0
     for i in range(calls):
@@ -402,7 +402,7 @@ def long_videos(tower: nn.Module, frames: tuple[int, ...]) -> dict[str, Any]:
 
     The reference, the clip alone in a smaller graph, is compared by norms: graphs of two budgets round differently.
     """
-    clip = pixels_for(tower, [(16, 8, 8)], torch.bfloat16, DEVICE, 0)
+    clip = pixels_for(tower, [(16, 8, 8)])
     want = call(tower, clip, [(16, 8, 8)])
     wrong, peaks = 0, {}
     for count in frames:
@@ -431,7 +431,7 @@ def towers_on_two(calls: int) -> dict[str, int]:
     cases = []
     for i in range(8):
         grid = random_grid(rng, 900)
-        pixels = pixels_for(towers[0], grid, torch.bfloat16, DEVICE, i)
+        pixels = pixels_for(towers[0], grid, i)
         cases.append((grid, pixels, call(towers[0], pixels, grid)))
 
     def work(me: int, current: int) -> None:
@@ -453,7 +453,7 @@ def data_parallel(calls: int) -> dict[str, int]:
     """`nn.DataParallel` over a fused tower: replicas take the original code, on either GPU."""
     tower, _ = build(FOUR_BLOCKS, torch.bfloat16, DEVICE)
     grid: Grid = [(1, 8, 8)] * 4
-    pixels, table = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0), torch.tensor(grid, device=DEVICE)
+    pixels, table = pixels_for(tower, grid), torch.tensor(grid, device=DEVICE)
     want = [tower(pixels[i : i + 128], grid_thw=table[:2]).pooler_output for i in (0, 128)]
     handle = fuse(tower, CONFIG)
     replicas = nn.DataParallel(_Pooled(tower), device_ids=[0, 1])
@@ -497,7 +497,7 @@ def _calls_of_shards(of_blocks: bool, calls: int) -> dict[str, int]:
     tower, _ = build(FOUR_BLOCKS, torch.bfloat16, DEVICE)
     plain, handle = copy.deepcopy(tower), fuse(tower, CONFIG)
     grid: Grid = [(1, 8, 8), (2, 4, 6)]
-    pixels, table = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0), torch.tensor(grid, device=DEVICE)
+    pixels, table = pixels_for(tower, grid), torch.tensor(grid, device=DEVICE)
     blocks: Any = tower.blocks
     for block in blocks if of_blocks else ():
         fully_shard(block)

@@ -7,12 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = Callable[[], Any]
+T = TypeVar("T")
 NO_WORK = {  # operators that are dispatched and yet move no data
     "aten::empty",
     "aten::empty_like",
@@ -179,6 +180,22 @@ def captured(run: Callable[[int], Any], sets: int, device: torch.device) -> Call
         graph.replay()
 
     return replay
+
+
+def replayed(run: Callable[[], T], device: torch.device) -> Callable[[], T]:
+    """`run` as one CUDA graph's replay, which returns the tensors that it writes each time; on a CPU, as it is."""
+    found: list[T] = []
+
+    def keep(_: int) -> None:
+        found[:] = [run()]
+
+    replay = captured(keep, 1, device)
+
+    def call() -> T:
+        replay()
+        return found[0]
+
+    return call
 
 
 # ── one call ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -122,10 +122,10 @@ def set_up(name: str, options: Options, device: torch.device) -> Setting:
 
 def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, Any]:
     """One workload: parity, times, ratios, roofline, memory."""
-    pixels = towers.pixels_for(s.tower, grid, options.dtype, s.device, tokens(grid))
+    pixels = towers.pixels_for(s.tower, grid, tokens(grid))
     grid_thw = torch.tensor(grid, device=s.device)
-    calls, engines, failed = contenders(s, options, workload, grid, pixels, grid_thw)
-    outputs = {c.name: _outputs(c, engines) for c in calls if c.name != "hf"}
+    calls, failed = contenders(s, options, workload, grid, pixels, grid_thw)
+    outputs = {c.name: _outputs(c) for c in calls if c.name != "hf"}
     assert s.handle.stats()["fused"], s.handle.report()
     pt = outputs_of(s.tower(pixels, grid_thw=grid_thw))
     ref = outputs_of(s.wide(pixels.to(towers.wider(options.dtype)), grid_thw=grid_thw))
@@ -136,7 +136,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     times = {name: burst.ms for name, burst in bursts.items()}
     floor = workloads.tower_floor_ms(s.handle.spec, grid)
     for contender in passed:
-        wrong = _afterwards(contender, times[contender.name], floor, outputs.get(contender.name), engines)
+        wrong = _afterwards(contender, times[contender.name], floor, outputs.get(contender.name))
         if wrong:
             gates[contender.name] = gates.get(contender.name, {}) | {"passed": False, "reason": wrong}
             del times[contender.name]
@@ -152,7 +152,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         "failed": failed,
         "ran_eagerly": dict(s.handle.stats()["eager_runs"]),
     }
-    by_engine = {name: found["ms"][name]["median"] for name in times if name in engines}
+    by_engine = {c.name: found["ms"][c.name]["median"] for c in calls if c.clock == "gpu" and c.name in times}
     found["engine_like"] = min(by_engine, key=by_engine.__getitem__, default=None)
     if OURS in times:
         found["speedup"] = {n: asdict(ratios(v, times[OURS])) for n, v in times.items() if n != OURS}
@@ -164,49 +164,39 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
 
 def contenders(
     s: Setting, options: Options, workload: str, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor
-) -> tuple[list[Contender], dict[str, baselines.EngineLike], dict[str, str]]:
-    """All contenders of this workload, the engine-like ones by name, and why an engine-like one cannot run."""
+) -> tuple[list[Contender], dict[str, str]]:
+    """All contenders of this workload, the engine-like ones on the GPU's clock, and why one of these cannot run."""
     modules: dict[str, Callable[..., Any]] = {"hf": s.tower}
     if workload in options.compile_on:
         modules |= s.compiled
     modules |= ({} if s.eager is None else {"ours eager": s.eager}) | {OURS: s.ours}
     calls = [Contender(n, functools.partial(module, pixels, grid_thw=grid_thw)) for n, module in modules.items()]
-    engines: dict[str, baselines.EngineLike] = {}
     failed: dict[str, str] = {}
     if not baselines.defined_for(s.tower):
         failed[ENGINE] = baselines.UNDEFINED
-        return calls, engines, failed
+        return calls, failed
     layout = baselines.lay_out(s.tower, grid, s.device)
     for name, attend in baselines.available(layout.frames, options.fa3 is not None, options.short).items():
         name = f"{ENGINE} {name}"
         try:
-            engines[name] = baselines.prepare(s.tower, pixels, layout, attend)
+            calls.append(Contender(name, baselines.prepare(s.tower, pixels, layout, attend), "gpu"))
         except RuntimeError as error:  # this attention refuses the layout; the others still run
             failed[name] = named_line(error)
-            continue
-        calls.append(Contender(name, engines[name].run, "gpu"))
-    return calls, engines, failed
+    return calls, failed
 
 
-def _outputs(contender: Contender, engines: Mapping[str, baselines.EngineLike]) -> list[torch.Tensor]:
+def _outputs(contender: Contender) -> list[torch.Tensor]:
     """A copy of the outputs of one run."""
     outputs = contender.run()
-    engine = engines.get(contender.name)
-    return [t.clone() for t in (outputs_of(outputs) if engine is None else engine.outputs)]
+    return [t.clone() for t in (outputs if contender.clock == "gpu" else outputs_of(outputs))]
 
 
-def _afterwards(
-    contender: Contender,
-    times: list[float],
-    floor: float,
-    output: list[torch.Tensor] | None,
-    engines: Mapping[str, baselines.EngineLike],
-) -> str:
+def _afterwards(contender: Contender, times: list[float], floor: float, output: list[torch.Tensor] | None) -> str:
     """Why the times cannot be believed, or "": they beat the floor, or the output has changed since the check."""
     if spread(times).median < BELIEVED * floor:
         return f"{spread(times).median:.3g} ms is under the floor of {floor:.3g} ms: it does less than the work"
-    if contender.name in (OURS, *engines) and output is not None:
-        again = _outputs(contender, engines)
+    if (contender.name == OURS or contender.clock == "gpu") and output is not None:
+        again = _outputs(contender)
         if not all(torch.equal(a, b) for a, b in zip(again, output, strict=True)):
             return "another output after the timing than before"
     return ""

@@ -229,10 +229,12 @@ def patch_width(tower: nn.Module) -> int:
     return int(getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2)
 
 
-def pixels_for(tower: nn.Module, grid: Grid, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Random normalised pixels `[tokens, patch_width]`, drawn in fp32: the same for all towers with one patch width."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(tokens(grid), patch_width(tower), device=device, generator=generator).to(dtype)
+def pixels_for(tower: nn.Module, grid: Grid, seed: int = 0) -> torch.Tensor:
+    """Random normalised pixels `[tokens, patch_width]` as the tower's parameters are, drawn in fp32: the same for all
+    towers with one patch width."""
+    weight = next(tower.parameters())
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    return torch.randn(tokens(grid), patch_width(tower), device=weight.device, generator=generator).to(weight.dtype)
 
 
 def verdict_of(ours: list[torch.Tensor], ref: list[torch.Tensor], pt: list[torch.Tensor]) -> dict[str, Any]:

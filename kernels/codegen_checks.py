@@ -1,8 +1,7 @@
 """Checks of compiled kernels: registers, spills, warnings, shared memory, row offsets, hazards in PTX and SASS.
 
-`record` runs host code and notes each kernel launch instead of launching (tensors may be on the meta device).
-`compile_launch` compiles one such launch for a compute capability, without a GPU, and checks it. `compile_in_place`
-compiles for the current GPU exactly as a launch would, so that the launch itself compiles nothing.
+`compile_job` compiles a job that `launch.record` has noted for a compute capability, without a GPU, and checks it.
+`compile_in_place` compiles for the current GPU exactly as a launch would, so that the launch itself compiles nothing.
 """
 
 import contextlib
@@ -13,68 +12,32 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.compiler import CompiledKernel
 
-from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.attention_configs import smem_layout_bytes
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.hopper.gluon_compat import barrier_offsets, misplaced_operands
+from fusedvit.kernels.launch import Argument, KernelJob, record
 from fusedvit.kernels.tile_configs import Target
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAX_REGISTERS, REGISTERS_OF_SM = 255, 65536
 HARMLESS_SPILL = 16  # bytes per thread, where ptxas had registers to spare
 MAX_SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes
-_TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-}
 _EXPECTED = {  # the instructions of a 16-bit product, and of the copies of its operands
     **dict.fromkeys((80, 86, 89), ("mma.sync", "cp.async.cg")),
     90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
     100: ("tcgen05.mma", "cp.async.bulk.tensor"),
     120: ("mma.sync", "cp.async.bulk.tensor"),
 }
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl", "enable_fp_fusion")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch, reduced to the facts that determine its machine code."""
-
-    kernel: JITFunction
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    aligned: tuple[str, ...]
-    options: tuple[tuple[str, int], ...]
-
-    @property
-    def name(self) -> str:
-        return self.kernel.__name__
-
-    def describe(self) -> str:
-        """One line that tells this launch from its siblings."""
-        consts = " ".join(f"{k}={v}" for k, v in self.constants if v is not None)
-        described = [t for _, t in self.signature if t.startswith(("*bf", "*fp", "tensordesc"))]
-        dtypes = sorted({t.strip("*").partition(",NVMMA")[0] for t in described})
-        return f"{self.name} {','.join(dtypes)} {consts} {dict(self.options)}"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compilers' findings about one launch. `problems` is empty if it may ship."""
+    """The compilers' findings about one job. `problems` is empty if it may ship."""
 
     launch: str
     capability: int
@@ -82,18 +45,6 @@ class Compiled:
     spill_bytes: int
     shared_bytes: int
     problems: tuple[str, ...]
-
-
-def record(run: Callable[[], object]) -> list[Launch]:
-    """The distinct kernel launches that `run()` would make, in order."""
-    found: dict[Launch, None] = {}
-
-    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found[launch_of(self, args, kwargs)] = None
-
-    with mock.patch.object(JITFunction, "run", note):
-        run()
-    return list(found)
 
 
 # GPUs by name, to plan or compile for where none of them is present.
@@ -149,108 +100,75 @@ class AbsentGPU:
         return 0
 
 
-def launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-    """`kernel.run(*args, **kwargs)` as a `Launch`."""
-    options = tuple(sorted((k, v) for k, v in kwargs.items() if k in _OPTIONS))
-    bound = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in _OPTIONS}
-    signature, constants, aligned = [], [], []
-    for param in kernel.params:
-        value = bound[param.name]
-        kind = "constexpr" if param.is_constexpr or value is None else _type_of(value)
-        signature.append((param.name, kind))
-        if kind == "constexpr":
-            constants.append((param.name, value))
-        elif isinstance(value, torch.Tensor) and not param.do_not_specialize_on_alignment:
-            if value.storage_offset() * value.element_size() % 16 == 0:
-                aligned.append(param.name)
-    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), options)
+def describe(job: KernelJob) -> str:
+    """One line that tells this job from its siblings."""
+    constants = " ".join(f"{k}={v}" for k, v in job.constants.items() if v is not None)
+    dtypes = sorted({str(a.dtype)[6:] for a in job.arguments if isinstance(a, Argument) and a.dtype.is_floating_point})
+    return f"{job.name} {','.join(dtypes)} {constants} {job.options}"
 
 
-def _type_of(value: Any) -> str:
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
-    if gluon_compat.AVAILABLE and isinstance(value, gluon_compat.TensorDescriptor):
-        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
-    if isinstance(value, torch.Tensor):
-        return "*" + _TYPES[value.dtype]
-    return {int: "i32", float: "fp32"}[type(value)]
-
-
-def compile_in_place(run: Callable[[], object], capability: int, known: dict[Launch, Compiled]) -> list[Compiled]:
+def compile_in_place(run: Callable[[], object], capability: int, known: dict[object, Compiled]) -> list[Compiled]:
     """Compiles the kernels that `run()` would launch on the current GPU, of the given capability, and checks them.
 
     Triton keeps the kernels in this process and in its cache on disk, where later launches find them.
 
     Args:
-        known: earlier findings of this process, by launch; new ones are added.
+        known: earlier findings of this process, by `KernelJob.code`; new ones are added.
     """
-    launches: dict[Launch, None] = {}
-    launched = JITFunction.run
-
-    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launch = launch_of(self, args, kwargs)
-        launches[launch] = None
-        if launch not in known:
-            with _ptxas_heard() as said:
-                built = launched(self, *args, grid=grid, warmup=True, **kwargs)
-            known[launch] = _checked(launch, capability, built, said.getvalue())
-
-    with mock.patch.object(JITFunction, "run", note):
-        run()
-    return [known[launch] for launch in launches]
+    jobs = record(run)
+    for code, job in jobs.items():
+        if code not in known:
+            known[code] = _checked(job, capability, job.build)
+    return [known[code] for code in jobs]
 
 
-def compile_launch(launch: Launch, capability: int) -> Compiled:
-    """Compiles one launch for `capability` (80, 90, 100 …) and checks it.
+def compile_job(job: KernelJob, capability: int) -> Compiled:
+    """Compiles one job for `capability` (80, 90, 100 …) and checks it.
 
     Problems are: register spills (see `_shortage`), ptxas warnings C75xx (serialised wgmma), shared memory over the
     device's limit, row offsets of 32 bits, 16-bit matrix products without the device's own instructions for products
     and copies, and hazards that only PTX or SASS show.
     """
-    with _ptxas_heard() as said:
-        built = build(launch, capability)
-    return _checked(launch, capability, built, said.getvalue())
+    return _checked(job, capability, lambda: build(job, capability))
 
 
-def build(launch: Launch, capability: int) -> CompiledKernel:
-    """One launch, compiled for `capability` without a GPU."""
-    names = [name for name, _ in launch.signature]
-    source = (gluon_compat.GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
-        launch.kernel,
-        dict(launch.signature),
-        {(names.index(k),): v for k, v in launch.constants},
-        {(names.index(k),): [["tt.divisibility", 16]] for k in launch.aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+def build(job: KernelJob, capability: int) -> CompiledKernel:
+    """One job, compiled for `capability` without a GPU; from then on Triton's driver is an `AbsentGPU`."""
+    triton.runtime.driver.set_active(AbsentGPU(capability))
+    job.kernel().device_caches.clear()  # a kernel of this process would come without ptxas's output
+    return job.build()
 
 
-def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) -> Compiled:
-    """The findings about `built`, from its code and from ptxas's output."""
+def _checked(job: KernelJob, capability: int, build: Callable[[], CompiledKernel]) -> Compiled:
+    """The findings about what `build` compiles for `job`, from its code and from ptxas's output."""
+    with _ptxas_heard() as heard:
+        built = build()
+    said = heard.getvalue()
     if "Used" not in said:
         raise RuntimeError(f"ptxas said nothing of its registers: {said[:500]!r}")
-    gluon, ptx = launch.kernel.is_gluon(), built.asm["ptx"]
+    gluon, ptx = job.kernel().is_gluon(), built.asm["ptx"]
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", said)), default=0)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
     shared = int(built.metadata.shared)
-    problems = _problems(capability, said, _shortage(spills, registers, gluon, dict(launch.options)), shared)
-    if _wants_tensor_cores(launch):
+    problems = _problems(capability, said, _shortage(spills, registers, gluon, job.options), shared)
+    if _wants_tensor_cores(job):
         problems += [f"expected {name} in the code" for name in _EXPECTED.get(capability, ()) if name not in ptx]
     problems += narrow_row_offsets(built.asm["ttgir" if gluon else "ttir"])
     if capability == 90 and "wgmma" in ptx:
         sass = disassemble(built.asm["cubin"])
         problems += rewritten_descriptors(sass) + overwritten_barriers(ptx)
-        if gluon and "attention" in launch.name:
+        if gluon and "attention" in job.name:
             problems += exposed_exponentials(sass)
-        problems += _misplaced_operands(launch, ptx)
-    return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
+        problems += _misplaced_operands(job, ptx)
+    return Compiled(describe(job), capability, registers, spills, shared, tuple(problems))
 
 
-def _misplaced_operands(launch: Launch, ptx: str) -> list[str]:
+def _misplaced_operands(job: KernelJob, ptx: str) -> list[str]:
     """A problem if operands that instructions find by address do not lie where they must."""
-    constants = dict(launch.constants)
+    constants = job.constants
     if constants.get("SPARE") or constants.get("SUMMED"):
         needed = smem_layout_bytes(*(constants[name] for name in ("HEAD_DIM", "CONSUMERS", "STAGES", "BY_WARP")))
-    elif "swap_ab" in launch.name:
+    elif "swap_ab" in job.name:
         config = HopperSwapABConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
         needed = config.pipeline_bytes(constants["IN_PARTS"] > 0)
     else:
@@ -291,9 +209,10 @@ def _problems(capability: int, said: str, spills: int, shared: int) -> list[str]
     return problems
 
 
-def _wants_tensor_cores(launch: Launch) -> bool:
+def _wants_tensor_cores(job: KernelJob) -> bool:
     """Whether 16-bit matrices are read through descriptors."""
-    return any(name.endswith("_desc") and ("bf16" in t or "fp16" in t) for name, t in launch.signature)
+    named = zip(job.kernel().arg_names, job.arguments, strict=False)
+    return any(isinstance(a, Argument) and name.endswith("_desc") and a.dtype.itemsize == 2 for name, a in named)
 
 
 def disassemble(cubin: bytes) -> str:

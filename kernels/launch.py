@@ -289,6 +289,18 @@ def loading_from_cache(mode: FromCache) -> Iterator[FromCache]:
         _from_cache.reset(token)
 
 
+def record(run: Callable[[], object]) -> dict[object, KernelJob]:
+    """The job of each distinct kernel that `run()` would launch, by what determines its code, in order of first use.
+    Nothing is launched; tensors may be on the meta device."""
+    with loading_from_cache(FromCache(collect=True)) as mode:
+        run()
+    found: dict[object, KernelJob] = {}
+    for job in mode.jobs.values():
+        found.setdefault(job.code, job)
+        hash_sources(job.kernel(), lambda: None, set())
+    return found
+
+
 def private_cache(folder: str) -> type[FileCacheManager]:
     """A manager for a Triton cache that can only be read: kernels that it lacks are kept in `folder`.
 

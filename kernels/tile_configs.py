@@ -82,8 +82,6 @@ class LinearConfig:
 
     Attributes:
         max_programs: bound of the persistent grid.
-        group_m: tile rows that share columns of weights in L2.
-        flatten: one loop over tiles and K instead of two.
         copy_engine: the device has TMA (sm_90 and later).
         splits: parts of K per tile, one program each.
         pdl: programmatic dependent launch (sm_90 and later).
@@ -95,8 +93,6 @@ class LinearConfig:
     num_warps: int
     num_stages: int
     max_programs: int = 132
-    group_m: int = 8
-    flatten: bool = False
     copy_engine: bool = True
     splits: int = 1
     pdl: bool = False
@@ -121,8 +117,6 @@ class LinearConfig:
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,
-            "GROUP_M": self.group_m,
-            "FLATTEN": self.flatten,
             "SPLITS": self.splits,
             "USE_PDL": self.pdl,
         }
@@ -304,17 +298,11 @@ def wrong_linear(config: LinearConfig, target: Target, dtype: torch.dtype) -> st
     sides = (config.block_m, config.block_n, config.block_k)
     if any(side < 16 or side & (side - 1) for side in sides) or config.block_n < 32:
         return f"tile sides must be powers of two from 16 on, 32 for block_n; got {sides}"
-    if config.num_warps not in (1, 2, 4, 8, 16) or min(config.num_stages, config.max_programs, config.group_m) < 1:
-        return f"num_warps, num_stages, max_programs or group_m out of range: {config}"
     if config.splits not in SPLITS:
         return f"splits must be 1 to {SPLITS[-1]}, got {config.splits}"
-    if config.copy_engine != target.has_copy_engine:
-        return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
-    if config.pdl and target.capability < 90:
-        return f"PDL takes sm_90 or later, got sm_{target.capability}"
     if config.shared_bytes(dtype.itemsize) > target.max_shared:
         return f"{config.shared_bytes(dtype.itemsize)} bytes of shared memory, limit {target.max_shared}"
-    return ""
+    return _wrong_schedule(config, target)
 
 
 def wrong_attention(config: AttentionConfig, target: Target) -> str:
@@ -322,13 +310,16 @@ def wrong_attention(config: AttentionConfig, target: Target) -> str:
     sides = (config.block_m, config.block_n)
     if any(side < 16 or side & (side - 1) for side in sides):
         return f"tile sides must be powers of two from 16 on, got {sides}"
+    return _wrong_schedule(config, target)
+
+
+def _wrong_schedule(config: LinearConfig | AttentionConfig, target: Target) -> str:
+    """Why plain Triton cannot run the schedule of `config` on `target`, or ""."""
     if config.num_warps not in (1, 2, 4, 8, 16) or min(config.num_stages, config.max_programs) < 1:
         return f"num_warps, num_stages or max_programs out of range: {config}"
     if config.copy_engine != target.has_copy_engine:
         return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
-    if config.pdl and target.capability < 90:
-        return f"PDL takes sm_90 or later, got sm_{target.capability}"
-    return ""
+    return f"PDL takes sm_90 or later, got sm_{target.capability}" if config.pdl and target.capability < 90 else ""
 
 
 def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> AttentionConfig:

@@ -42,6 +42,7 @@ logger = logging.getLogger("fusedvit")
 
 SHIPPED = Path(__file__).resolve().parent / "tuned"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FORMER = (("group_m", 8), ("flatten", False))  # fields that older tables have, each with its only value
 Entry = dict[str, Any]  # one of a document's "entries"
 on_forget: list[Callable[[], None]] = []  # called by `forget`
 
@@ -180,7 +181,7 @@ def key_of(entry: Any, where: str) -> Key:
     Raises:
         TableError: a field is missing or of another type; the message begins with `where`.
     """
-    key = Key(**{f.name: _member(entry, f.name, _TYPES[f.type], where) for f in fields(Key)})
+    key = Key(**{f.name: _member(entry, f.name, f.type, where) for f in fields(Key)})
     if key.dtype not in DTYPES:
         raise TableError(f"{where}: dtype must be one of {sorted(DTYPES)}, got {key.dtype!r}")
     return key
@@ -191,9 +192,6 @@ def _backend(entry: Any, where: str) -> Backend | None:
     return backends.backend_named(_member(entry, "op", str, where), _member(entry, "backend", str, where))
 
 
-_TYPES: dict[Any, type] = {"str": str, "int": int, "bool": bool, str: str, int: int, bool: bool}
-
-
 def config_of(backend: Backend, record: dict[str, Any], where: str) -> Any:
     """A configuration of `backend` from plain values.
 
@@ -201,17 +199,18 @@ def config_of(backend: Backend, record: dict[str, Any], where: str) -> Any:
         TableError: a field is unknown, missing or of another type.
     """
     known = {f.name: f for f in fields(backend.config)}
+    record = {name: value for name, value in record.items() if name in known or (name, value) not in _FORMER}
     unknown = sorted(set(record) - set(known))
     if unknown:
         raise TableError(f"{where}: {backend.config.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
-    values = {name: _member(record, name, _TYPES[known[name].type], where) for name in record}
+    values = {name: _member(record, name, known[name].type, where) for name in record}
     try:
         return backend.config(**values)
     except (TypeError, ValueError) as error:  # the dataclass itself refuses a value
         raise TableError(f"{where}: {error}") from error
 
 
-def _member(value: Any, name: str, kind: type, where: str) -> Any:
+def _member(value: Any, name: str, kind: Any, where: str) -> Any:
     if not isinstance(value, dict) or name not in value:
         raise TableError(f"{where}: expected {name!r}")
     found = value[name]

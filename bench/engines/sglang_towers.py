@@ -134,11 +134,6 @@ def _named(tower: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(f"model.visual.{name}", value.detach()) for name, value in tower.named_parameters()]
 
 
-def _pixels(served: Served, grid: Grid) -> torch.Tensor:
-    dtype = next(served.tower.parameters()).dtype
-    return pixels_for(served.tower, grid, dtype, served.device, tokens(grid))
-
-
 def _call(tower: Any, grid: Grid, pixels: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         found: torch.Tensor = tower(pixels, grid_thw=torch.tensor(grid))
@@ -150,7 +145,7 @@ def _call(tower: Any, grid: Grid, pixels: torch.Tensor) -> torch.Tensor:
 
 def _row(served: Served, grid: Grid, seconds: float) -> dict[str, Any]:
     """One workload: our answer against both peers', SGLang's graph against its eager code, and times."""
-    pixels = _pixels(served, grid)
+    pixels = pixels_for(served.tower, grid, tokens(grid))
     runs: dict[str, Callable[[], torch.Tensor]] = {EAGER: lambda: _call(served.theirs.visual, grid, pixels)}
     if served.device.type == "cuda":
         runs[GRAPH] = lambda: _in_graph(served.theirs.visual, grid, pixels)
@@ -184,7 +179,7 @@ def _judged(
 
 def _after_changes(served: Served, grid: Grid) -> dict[str, bool]:
     """Whether answers follow SGLang's weight updater, and have the same bits after memory was released and resumed."""
-    pixels = _pixels(served, grid)
+    pixels = pixels_for(served.tower, grid, tokens(grid))
     visual, manager = served.ours.visual, _manager(served)
     before = _call(visual, grid, pixels).clone()
     changed = [(name, value * 1.25) for name, value in _named(served.tower)]

@@ -96,7 +96,7 @@ def about(served: Served) -> dict[str, Any]:
 
 def row(served: Served, manager: Any, grid: Grid, options: Options) -> dict[str, Any]:
     """One workload: parity, errors, times, ratios."""
-    pixels = pixels_for(served.tower, grid, options.dtype, served.device, tokens(grid))
+    pixels = pixels_for(served.tower, grid, tokens(grid))
     batches = batches_of(grid, pixels)
     exact = [] if manager is None else [_exact(served, batch) for batch in batches]
     runs = _runs(served, manager, exact, batches)

@@ -90,7 +90,7 @@ def _rank(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
 
 
 def _data_parallel(served: Served, rounds: int, keep: Keep) -> dict[str, Any]:
-    pixels, grid = _pixels(served, IMAGES), torch.tensor(IMAGES)
+    pixels, grid = pixels_for(served.tower, IMAGES), torch.tensor(IMAGES)
     with torch.inference_mode():
         found = _one_and_several(served, pixels, grid, rounds)
         got = torch.cat(served.ours.embed_multimodal(pixel_values=pixels, image_grid_thw=grid))
@@ -168,7 +168,7 @@ def _manager(served: Served) -> tuple[Any, str]:
 
 def _row(served: Served, manager: Any, grid: Grid, rounds: int) -> dict[str, Any]:
     """Medians of a call on the slowest rank, and verdicts on our answer and vLLM's against Hugging Face's."""
-    pixels = _pixels(served, grid)
+    pixels = pixels_for(served.tower, grid)  # the same on every rank
     batches = batches_of(grid, pixels)
     runs = {
         "vLLM eager": lambda: [served.theirs.embed_multimodal(**batch) for batch in batches],
@@ -187,11 +187,6 @@ def _row(served: Served, manager: Any, grid: Grid, rounds: int) -> dict[str, Any
 
 
 # both
-
-
-def _pixels(served: Served, grid: Grid) -> torch.Tensor:
-    """Random pixels for `grid`, the same on every rank."""
-    return pixels_for(served.tower, grid, next(served.tower.parameters()).dtype, served.device)
 
 
 def _median_ms(run: Callable[[], Any], rounds: int) -> float:

@@ -90,16 +90,12 @@ def _random(served: Served, draw: random.Random) -> tuple[Grid, torch.Tensor]:
         item = (draw.choice((1, 1, 1, 2, 4, 8)), draw.choice(_SIDES), draw.choice(_SIDES))
         if not grid or tokens([*grid, item]) <= 6000:
             grid.append(item)
-    return grid, _pixels(served, grid, draw.randrange(2**31))
-
-
-def _pixels(served: Served, grid: Grid, seed: int) -> torch.Tensor:
-    return pixels_for(served.tower, grid, next(served.tower.parameters()).dtype, served.device, seed)
+    return grid, pixels_for(served.tower, grid, draw.randrange(2**31))
 
 
 def _fixed(served: Served, model: Any) -> torch.Tensor:
     grid: Grid = [(1, 16, 20), (4, 8, 8), (1, 28, 28)]
-    batches = batches_of(grid, _pixels(served, grid, 1))
+    batches = batches_of(grid, pixels_for(served.tower, grid, 1))
     return torch.cat([torch.cat(model.embed_multimodal(**batch)) for batch in batches])
 
 
@@ -107,7 +103,7 @@ def many_calls(served: Served, count: int) -> dict[str, Any]:
     """Compares bits before and after `count` calls of one batch, after a reload of the weights, and after a release."""
     first, handle = _fixed(served, served.ours).clone(), fuse(served.ours)
     grid: Grid = [(1, 14, 14)]
-    (batch,) = batches_of(grid, _pixels(served, grid, 2))
+    (batch,) = batches_of(grid, pixels_for(served.tower, grid, 2))
     for _ in range(count):
         served.ours.embed_multimodal(**batch)
     same = {"after the calls": torch.equal(first, _fixed(served, served.ours))}

@@ -103,7 +103,7 @@ def video(name: str, devices: Sequence[str]) -> dict[str, Any]:
     first = torch.device(devices[0])
     dtype = torch.bfloat16 if first.type == "cuda" else torch.float32
     tower = build_one(GEOMETRIES[name], dtype, first)
-    pixels, grid = pixels_for(tower, VIDEO, dtype, first), torch.tensor(VIDEO)
+    pixels, grid = pixels_for(tower, VIDEO), torch.tensor(VIDEO)
     config = fusedvit.FuseConfig(compile="now")
     several = fusedvit.DataParallelEncoder(tower, devices, config)
     one = fusedvit.fuse(tower)

@@ -26,7 +26,7 @@ from fusedvit.bench.ops import Case, attention_case, linear_case, supported, wro
 from fusedvit.bench.workloads import MERGED
 from fusedvit.kernels import backends
 from fusedvit.kernels.backends import Key
-from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_in_place
+from fusedvit.kernels.codegen_checks import Compiled, compile_in_place
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, cost_model
@@ -52,18 +52,6 @@ class TuningTask:
     def describe(self) -> str:
         key = self.task.key
         return f"{self.task.name} {key.kind} {key.n} x {key.k}, {key.rows} rows, {key.dtype}"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration with its backend's name: plain values, which can be sent between processes."""
-
-    backend: str
-    config: Any
-
-    @staticmethod
-    def of(config: Any) -> "Candidate":
-        return Candidate(backends.backend_of(config).name, config)
 
 
 def tuning_tasks(specs: Iterable[VisionSpec], budgets: Sequence[int], dtype: torch.dtype) -> list[TuningTask]:
@@ -92,28 +80,28 @@ def in_waves(items: Iterable[TuningTask], most_used: Collection[VisionSpec]) -> 
     return [list(wave) for _, wave in groupby(sorted(items, key=rank), key=lambda item: rank(item)[0])]
 
 
-def candidates(item: TuningTask, dtype: torch.dtype, target: Target) -> list[Candidate]:
+def candidates(item: TuningTask, dtype: torch.dtype, target: Target) -> list[Any]:
     """The heuristic's choice first, then every backend's proposals, each once."""
     task = item.task
     configs = [heuristic(task, dtype, target)]
     for backend in backends.available_backends(task.key.op, target, dtype):
         proposed = backend.candidates(task.key, dtype, target, task.widest)
         configs += [c for c in proposed if not backend.wrong(task.key, c, target, dtype)]
-    return [Candidate.of(config) for config in dict.fromkeys(configs)]
+    return list(dict.fromkeys(configs))
 
 
-def shortlist(item: TuningTask, proposed: Sequence[Candidate], dtype: torch.dtype, target: Target) -> list[Candidate]:
+def shortlist(item: TuningTask, proposed: Sequence[Any], dtype: torch.dtype, target: Target) -> list[Any]:
     """The candidates of `proposed` that are worth timing; all if plain Triton is the only backend."""
     key, own = item.task.key, proposed[0]
-    others = [candidate for candidate in proposed[1:] if candidate.backend != PLAIN]
+    others = [config for config in proposed[1:] if backends.backend_of(config).name != PLAIN]
     if not others:
         return list(proposed)
     best = BEST if key.rows <= USUAL.stop else BEST_OF_LONG
-    chosen = [own, *sorted(others, key=lambda candidate: predicted_us(key, candidate.config, target))[:best]]
-    if key.rows <= PLAIN_ROWS or own.backend == PLAIN:
+    chosen = [own, *sorted(others, key=lambda config: predicted_us(key, config, target))[:best]]
+    if key.rows <= PLAIN_ROWS or backends.backend_of(own).name == PLAIN:
         plain = backends.backend_named(key.op, PLAIN)
         assert plain is not None, "every operation has a plain backend"
-        chosen.append(Candidate(PLAIN, plain.heuristic(key, dtype, target, item.task.widest)))
+        chosen.append(plain.heuristic(key, dtype, target, item.task.widest))
     return list(dict.fromkeys(chosen))
 
 
@@ -130,17 +118,17 @@ def predicted_us(key: Key, config: Any, target: Target) -> float:
     return sum(attention_configs.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)
 
 
-def compilation(item: TuningTask, candidate: Candidate) -> str:
+def compilation(item: TuningTask, config: Any) -> str:
     """The name of a compilation. It does not depend on the rows, and windows and frames share one attention kernel."""
     key = item.task.key
     kind = "" if key.op == backends.ATTENTION else f" {key.kind}"
-    compiled = {name: value for name, value in asdict(candidate.config).items() if name not in AT_LAUNCH}
-    return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {candidate.backend} {compiled}"
+    compiled = {name: value for name, value in asdict(config).items() if name not in AT_LAUNCH}
+    return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {backends.backend_of(config).name} {compiled}"
 
 
 def kernel_of(item: TuningTask, config: Any) -> str:
     """`compilation` of the configuration that a plan launches if `config` is chosen for `item`."""
-    return compilation(item, Candidate.of(as_launched(item.spec, item.task.name, item.task.key.rows, config)))
+    return compilation(item, as_launched(item.spec, item.task.name, item.task.key.rows, config))
 
 
 def cases_of(item: TuningTask, dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -158,7 +146,7 @@ CHECKED_ROWS, CHECKED_LENGTHS = 300, (196, 104)  # not multiples of a tile
 PATIENCE_S = 60.0  # the most for one pair, a process's start included
 LOCK_S = 20.0  # the most that a process waits for the GPU, as the process that holds it may hang
 
-Pair = tuple[TuningTask, Candidate]
+Pair = tuple[TuningTask, Any]  # and a configuration
 Found = Generator[tuple[int, str], None, None]  # (index, problem or ""), as they are found
 Check = Callable[[Sequence[Pair]], Found]
 
@@ -176,7 +164,7 @@ def problem_of(
     pair: Pair,
     dtype: torch.dtype,
     device: torch.device,
-    known: dict[Launch, Compiled] | None = None,
+    known: dict[object, Compiled] | None = None,
     lock: Path | None = None,
 ) -> str:
     """Why the candidate may not be used, or "". Without a GPU only its output is checked.
@@ -185,15 +173,15 @@ def problem_of(
         known: see `compile_in_place`.
         lock: a file that is locked while the candidate runs.
     """
-    item, candidate = pair
+    item, config = pair
     case = small_case(item, dtype, device)
     if device.type == "cuda":
         capability, known = Target.of(device).capability, {} if known is None else known
-        for compiled in compile_in_place(lambda: case.run(candidate.config, 0), capability, known):
+        for compiled in compile_in_place(lambda: case.run(config, 0), capability, known):
             if compiled.problems:
                 return "; ".join(compiled.problems)
     with contextlib.nullcontext() if lock is None else locked(lock):
-        return wrong_twice(candidate.config, (case,), lambda: (small_case(item, dtype, device),))
+        return wrong_twice(config, (case,), lambda: (small_case(item, dtype, device),))
 
 
 @contextlib.contextmanager
@@ -297,7 +285,7 @@ class _Worker:
 
 
 def _work(pipe: Any, dtype: torch.dtype, device: torch.device, lock: Path) -> None:
-    known: dict[Launch, Compiled] = {}
+    known: dict[object, Compiled] = {}
     with torch.inference_mode(), contextlib.suppress(EOFError):
         while True:
             pair = pipe.recv()

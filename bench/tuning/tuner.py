@@ -29,8 +29,8 @@ import torch
 from fusedvit.bench.ops import Case, wrong_twice
 from fusedvit.bench.timing import Contender, captured, interleaved
 from fusedvit.bench.tuning.candidates import (
-    Candidate,
     Check,
+    Pair,
     TuningTask,
     candidates,
     cases_of,
@@ -46,6 +46,7 @@ from fusedvit.kernels.tuning_table import Entry
 CHECKING = 0.6  # the most of the time that checks may take
 MARGIN = 0.02  # by which another configuration must be faster
 KEEP_S = 10.0  # between two writes of the table
+Measured = tuple[Any, list[float]]  # a configuration, and its microseconds at each content
 
 
 @dataclass
@@ -159,7 +160,7 @@ class Tuner:
             self._keep(items)
         return self.entries(items)
 
-    def proposed(self, item: TuningTask) -> list[Candidate]:
+    def proposed(self, item: TuningTask) -> list[Any]:
         """The candidates to try: the heuristic's choice first; the table's entry is always among them."""
         target = Target.of(self.device)
         every = self._allowed(item, candidates(item, self.dtype, target))
@@ -167,16 +168,15 @@ class Tuner:
         now = self.in_use(item)
         return promising if now is None else list(dict.fromkeys([*promising, now]))
 
-    def _allowed(self, item: TuningTask, proposed: list[Candidate]) -> list[Candidate]:
+    def _allowed(self, item: TuningTask, proposed: list[Any]) -> list[Any]:
         """The heuristic's choice, which is the first, and the other candidates that `only` allows."""
         own, *others = proposed
-        return [own, *(c for c in others if self.only is None or kernel_of(item, c.config) in self.only)]
+        return [own, *(c for c in others if self.only is None or kernel_of(item, c) in self.only)]
 
-    def in_use(self, item: TuningTask) -> Candidate | None:
-        """The candidate of the table in use; None without an entry."""
+    def in_use(self, item: TuningTask) -> Any | None:
+        """The configuration of the table in use; None without an entry."""
         target = Target.of(self.device)
-        found = tuning_table.table_for(target).find(item.task.key, target, self.dtype)
-        return None if found is None else Candidate.of(found)
+        return tuning_table.table_for(target).find(item.task.key, target, self.dtype)
 
     def entries(self, items: Sequence[TuningTask]) -> list[Entry]:
         """The entries of decided tasks whose best configuration is not the heuristic's."""
@@ -186,12 +186,12 @@ class Tuner:
     def _keep(self, items: Sequence[TuningTask]) -> None:
         self.keep(self.entries(items), [q.task.key for q in items if q.describe() in self.log.found])
 
-    def _check_all(self, items: Sequence[TuningTask], proposals: dict[str, list[Candidate]]) -> None:
+    def _check_all(self, items: Sequence[TuningTask], proposals: dict[str, list[Any]]) -> None:
         """Compiles and checks candidates, each distinct compilation once: code depends on the operation and the
         configuration, not on rows. A share of the time is left for timing the checked ones."""
         if time.monotonic() > self.deadline:
             return
-        todo: dict[str, tuple[TuningTask, Candidate]] = {}
+        todo: dict[str, Pair] = {}
         for item in items:
             for candidate in () if self.log.decided(item) else proposals[item.describe()]:
                 todo.setdefault(compilation(item, candidate), (item, candidate))
@@ -206,7 +206,7 @@ class Tuner:
                     break
 
     def _decide_all(
-        self, wave: Sequence[TuningTask], items: Sequence[TuningTask], proposals: dict[str, list[Candidate]]
+        self, wave: Sequence[TuningTask], items: Sequence[TuningTask], proposals: dict[str, list[Any]]
     ) -> None:
         kept, first = time.monotonic(), items.index(wave[0]) if wave else 0
         for at, item in enumerate(wave, first):
@@ -222,19 +222,19 @@ class Tuner:
                 self._decide(item, proposals[item.describe()])
         self.step("decided", first + len(wave), len(items))
 
-    def _decide(self, item: TuningTask, proposed: list[Candidate]) -> None:
+    def _decide(self, item: TuningTask, proposed: list[Any]) -> None:
         problems = [self.log.found.get(compilation(item, c), {}).get("problem") for c in proposed]
         good = [c for c, problem in zip(proposed, problems, strict=True) if problem == ""]
         if not good:
             return
         cases = cases_of(item, self.dtype, self.device)
-        measured: list[tuple[Candidate, list[float]]] = []
-        found = time_candidates(cases, item.task.key.rows, [c.config for c in good], self.device)
-        for candidate, us in zip(good, found, strict=True):
+        measured: list[Measured] = []
+        found = time_candidates(cases, item.task.key.rows, good, self.device)
+        for config, us in zip(good, found, strict=True):
             if isinstance(us, str):
-                self.log.add(compilation(item, candidate), problem=us)
+                self.log.add(compilation(item, config), problem=us)
             else:
-                measured.append((candidate, us))
+                measured.append((config, us))
         again = functools.partial(cases_of, item, self.dtype, self.device)
         won = self._winner(measured, (proposed[0], self.in_use(item)), cases, again)
         tried = {"tried": len(measured), "unchecked": problems.count(None)}
@@ -242,35 +242,35 @@ class Tuner:
 
     def _winner(
         self,
-        measured: list[tuple[Candidate, list[float]]],
-        chosen: tuple[Candidate, Candidate | None],
+        measured: list[Measured],
+        chosen: tuple[Any, Any | None],
         cases: Sequence[Case],
         again: Callable[[], Sequence[Case]],
-    ) -> tuple[Candidate, list[float]] | None:
+    ) -> Measured | None:
         """The fastest candidate with right outputs. Any other than the `chosen` (the heuristic's and the table's) must
         be faster by `MARGIN`. At a full budget none may be slower by `MARGIN` than the first measured: a mean over few
         contents may hide the loss of one of them, or a slow spell."""
 
-        def rank(pair: tuple[Candidate, list[float]]) -> float:
+        def rank(pair: Measured) -> float:
             full, *_ = ratios = [a / b for a, b in zip(pair[1], measured[0][1], strict=True)]
             mean = statistics.mean(ratios) - MARGIN * (pair[0] in chosen)
             return mean if full <= 1 + MARGIN else math.inf
 
-        for candidate, us in sorted(measured, key=rank):
-            if not wrong_twice(candidate.config, cases, again):
-                return candidate, us
+        for config, us in sorted(measured, key=rank):
+            if not wrong_twice(config, cases, again):
+                return config, us
         return None
 
 
 def _entry(
     item: TuningTask,
-    won: tuple[Candidate, list[float]] | None,
-    measured: list[tuple[Candidate, list[float]]],
-    own: Candidate,
+    won: Measured | None,
+    measured: list[Measured],
+    own: Any,
 ) -> Entry | None:
     """The table's entry; None if the heuristic's choice has won, or if no candidate is right."""
     if won is None or won[0] == own:
         return None
-    entry = tuning_table.entry_of(item.task.key, won[0].config, us=round(won[1][0], 2))
+    entry = tuning_table.entry_of(item.task.key, won[0], us=round(won[1][0], 2))
     beaten = dict(measured).get(own)
     return entry if beaten is None else entry | {"heuristic_us": round(beaten[0], 2)}

@@ -4,6 +4,7 @@ import itertools
 import json as json_text
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from fusedvit.cli.towers import dtype_of
 from fusedvit.errors import OF_ODD_OBJECTS, InputError, UnsupportedModel, of_folder, unnamed
 from fusedvit.families.base import Family
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
-from fusedvit.kernels.launch import KernelJob
+from fusedvit.kernels.launch import KernelJob, record
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
 from fusedvit.runtime.compile_worker import most_children
-from fusedvit.runtime.tower_launches import kernels_of
+from fusedvit.runtime.tower_launches import launch_tower
 
 
 def run(
@@ -42,7 +43,7 @@ def run(
     _refuse_another_gpu(out, target)
     kernel_jobs: dict[object, KernelJob] = {}
     for (family, spec), takes_bytes in itertools.product(towers.values(), (False, True)):
-        kernel_jobs |= kernels_of(spec, family.names, of, target, takes_bytes)
+        kernel_jobs |= record(partial(launch_tower, spec, family.names, of, target, takes_bytes))
     builds = [job.build for job in kernel_jobs.values()]
     triton.runtime.driver.set_active(AbsentGPU(target.capability))
     with progress_bar() as step:

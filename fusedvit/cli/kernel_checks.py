@@ -179,8 +179,8 @@ def die_with(parent: int) -> None:
 
 def compile_part(part: int, parts: int) -> Iterator[dict[str, Any]]:
     """Compiles every `parts`-th kernel from `part` on, and yields a record of each."""
-    for launch, arch in jobs_of(COMPILED)[part::parts]:
-        yield plain(compile_or_fail(launch, arch))
+    for job, arch in jobs_of(COMPILED)[part::parts]:
+        yield plain(compile_or_fail(job, arch))
 
 
 def interpreted_block() -> dict[str, Comparison]:

@@ -1,4 +1,4 @@
-"""A user's images and videos turned into the patches that a tower takes, by Hugging Face's processors."""
+"""A user's images and videos turned into the patches that a tower takes, by Hugging Face's image processor."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -69,8 +69,7 @@ class VisionInput:
 
 
 def prepare(media: Media, layout: InputLayout) -> VisionInput:
-    """Resizes and cuts into patches by Hugging Face's processors, swapped to return bytes. Without torchvision the
-    image processor serves videos, too.
+    """Resizes and cuts into patches by Hugging Face's image processor, swapped to return bytes.
 
     Raises:
         MediaError: the processor refuses the size, such as a picture over 200 times as wide as high.
@@ -97,19 +96,17 @@ def _prepared(media: Media, layout: InputLayout) -> VisionInput:
     if media.kind == "image":
         batch = _image_processor(layout)(images=list(media.frames), **_AS_DECODED)
         return VisionInput(batch["pixel_values"], batch["image_grid_thw"])
-    missing = -len(media.frames) % layout.temporal_patch_size
-    frames = np.pad(media.frames, ((0, missing), (0, 0), (0, 0), (0, 0)), mode="edge")
-    from transformers.utils import is_torchvision_available
-
-    return _video_processor_rows(frames, layout) if is_torchvision_available() else rows_from_frames(frames, layout)
+    return _rows_of_video(media.frames, layout)
 
 
-def rows_from_frames(frames: np.ndarray, layout: InputLayout) -> VisionInput:
-    """A video's patches by the image processor, which gets the frames as stills.
+def _rows_of_video(frames: np.ndarray, layout: InputLayout) -> VisionInput:
+    """A video's patches by the image processor, which gets the frames as stills: bit for bit the video processor's.
 
-    frames: uint8 [F, H, W, 3], F a multiple of the layout's temporal_patch_size (tp); tp frames are one step of the
-    grid in time.
+    frames: uint8 [F, H, W, 3]; temporal_patch_size (tp) of them are one step of the grid in time, the last one as often
+    as it takes.
     """
+    missing = -len(frames) % layout.temporal_patch_size
+    frames = np.pad(frames, ((0, missing), (0, 0), (0, 0), (0, 0)), mode="edge")
     batch = _image_processor(layout)(images=list(frames), **_AS_DECODED)
     _, height, width = batch["image_grid_thw"][0].tolist()
     stills: BytePixels = batch["pixel_values"]
@@ -119,18 +116,6 @@ def rows_from_frames(frames: np.ndarray, layout: InputLayout) -> VisionInput:
     return VisionInput(BytePixels.mark(rows, stills.normalization), grid)
 
 
-def _video_processor_rows(frames: np.ndarray, layout: InputLayout) -> VisionInput:
-    from transformers import Qwen3VLVideoProcessor
-
-    # this processor's limits hold for the whole clip, ours for one frame
-    size = {"shortest_edge": layout.min_pixels * len(frames), "longest_edge": layout.max_pixels * len(frames)}
-    processor = Qwen3VLVideoProcessor(
-        size=size, do_sample_frames=False, cap_pixels_per_frame=False, **_processor_arguments(layout)
-    )
-    batch = swap(processor)(videos=[frames], **_AS_DECODED)
-    return VisionInput(batch["pixel_values_videos"], batch["video_grid_thw"])
-
-
 def _image_processor(layout: InputLayout) -> Any:
     from transformers.utils import is_torchvision_available
 
@@ -138,15 +123,12 @@ def _image_processor(layout: InputLayout) -> Any:
         from transformers import Qwen2VLImageProcessor as Processor
     else:
         from transformers import Qwen2VLImageProcessorPil as Processor
-    size = {"shortest_edge": layout.min_pixels, "longest_edge": layout.max_pixels}
-    return swap(Processor(size=size, **_processor_arguments(layout)))
-
-
-def _processor_arguments(layout: InputLayout) -> dict[str, Any]:
-    return {
-        "patch_size": layout.patch_size,
-        "temporal_patch_size": layout.temporal_patch_size,
-        "merge_size": layout.merge_size,
-        "image_mean": list(layout.mean),
-        "image_std": list(layout.std),
-    }
+    processor = Processor(
+        patch_size=layout.patch_size,
+        temporal_patch_size=layout.temporal_patch_size,
+        merge_size=layout.merge_size,
+        size={"shortest_edge": layout.min_pixels, "longest_edge": layout.max_pixels},
+        image_mean=list(layout.mean),
+        image_std=list(layout.std),
+    )
+    return swap(processor)

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fusedvit.bench.workloads import WORKLOADS
 from fusedvit.cli.console import Outcome, new_console, new_table, progress_bar, refuse_unknown, refuse_unwritable
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
+from fusedvit.kernels.backends import backend_of
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.kernels.tuning_table import Entry
 from fusedvit.model.plan import heuristic
@@ -157,9 +159,7 @@ def _run(tuner: tune.Tuner, waves: list[list[TuningTask]], console: Console) -> 
 def _show_plan(items: list[TuningTask], tuner: tune.Tuner, console: Console) -> None:
     table = new_table("what would be tried", "operation", "candidates")
     for item in items:
-        by_backend: dict[str, int] = {}
-        for candidate in tuner.proposed(item):
-            by_backend[candidate.backend] = by_backend.get(candidate.backend, 0) + 1
+        by_backend = Counter(backend_of(config).name for config in tuner.proposed(item))
         table.add_row(item.describe(), ", ".join(f"{n} {backend}" for backend, n in by_backend.items()))
     console.print(table)
 

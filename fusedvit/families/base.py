@@ -62,7 +62,6 @@ class Family:
         names: the towers' parameter names.
         output_class: class name of the towers' output record, in the module of the tower class; if several are given,
             the one that the tower's `forward` mentions.
-        has_deepstack: the output record has `deepstack_features`.
         call: wraps the fused `forward(tower, pixels, grid, **others)` in a function with the argument names of these
             towers; None if their first two arguments are pixels, under any name, and `grid_thw`.
         also_in: `model_type`s of transformers that contain one of these towers and define no tower class.
@@ -76,7 +75,6 @@ class Family:
     spec_from_config: Callable[[Any], VisionSpec]
     names: WeightNames
     output_class: str | tuple[str, ...] = "BaseModelOutputWithPooling"
-    has_deepstack: bool = False
     call: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     also_in: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=lambda: LINEAR_PATCH_EMBED)

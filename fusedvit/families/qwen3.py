@@ -60,7 +60,6 @@ FAMILIES = (
         spec_from_config=deepstack_spec,
         names=NAMES,
         output_class="BaseModelOutputWithDeepstackFeatures",
-        has_deepstack=True,
         also_in=("cosmos3_omni",),
     ),
     Family(
@@ -69,7 +68,6 @@ FAMILIES = (
         spec_from_config=deepstack_spec,
         names=OMNI_NAMES,
         output_class="BaseModelOutputWithDeepstackFeatures",
-        has_deepstack=True,
     ),
     Family(
         name="Qwen3.5, Qwen3.6, Qwen3.8, Qwen4-Exp",

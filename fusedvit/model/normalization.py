@@ -43,12 +43,7 @@ class Normalization:
     backend: str = "torchvision"
 
     def __post_init__(self) -> None:
-        for name in ("patch", "temporal_patch", "channels"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise TypeError(f"fusedvit: {name} must be an int, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"fusedvit: {name} must be at least 1, got {value}")
+        check_counts(patch=self.patch, temporal_patch=self.temporal_patch, channels=self.channels)
         if self.backend not in BACKENDS:
             raise ValueError(f"fusedvit: backend must be one of {BACKENDS}, got {self.backend!r}")
         if (self.mean is None) != (self.std is None):
@@ -148,6 +143,15 @@ class Normalization:
         else:
             x, mean, std = x.float(), mean * (1.0 / scale), std * (1.0 / scale)
         return (x - mean) / std
+
+
+def check_counts(**given: Any) -> None:
+    """Raises TypeError or ValueError where an argument, by its name, is no int of at least 1."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"fusedvit: {name} must be an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"fusedvit: {name} must be at least 1, got {value}")
 
 
 def _number(name: str, given: Any) -> float:

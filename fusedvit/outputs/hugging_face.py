@@ -66,7 +66,7 @@ def _record(original: type, handle: "FusedEncoder", outputs: EncoderOutputs) -> 
     fields: dict[str, Any] = {"last_hidden_state": outputs.last_hidden_state(handle.spec)}
     if handle.spec.merged_outputs and handle.spec.returns_hidden:
         fields["pooler_output"] = outputs.pooled
-    if handle.family.has_deepstack:
+    if "deepstack_features" in record.__dataclass_fields__:
         fields["deepstack_features"] = outputs.deepstack_by_block(handle.spec)  # as Hugging Face lists them
     return record(**fields)
 

@@ -1,20 +1,10 @@
 """Checks of the arguments of `fusedvit.pixels`' public functions."""
 
-from numbers import Integral
 from typing import Any
 
 import torch
 
 DEVICES = "'cpu', 'cuda' or 'cuda:N'"
-
-
-def check_counts(**given: Any) -> None:
-    """Raises TypeError or ValueError where an argument, by its name, is no int of at least 1."""
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"fusedvit: {name} must be an int, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"fusedvit: {name} must be at least 1, got {value}")
 
 
 def device_named(device: Any) -> torch.device:

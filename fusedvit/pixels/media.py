@@ -26,8 +26,8 @@ import numpy as np
 
 from fusedvit.cores import available_cores
 from fusedvit.errors import PREFIX, InputError, first_line, is_of_handler, unnamed
+from fusedvit.model.normalization import check_counts
 from fusedvit.pixels.ahead import submitted
-from fusedvit.pixels.arguments import check_counts
 from fusedvit.pixels.containers import missing_bytes
 from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, video_format
 

@@ -19,8 +19,9 @@ import torch
 
 from fusedvit.cores import available_cores
 from fusedvit.errors import InputError, UnsupportedModel, first_line
+from fusedvit.model.normalization import check_counts
 from fusedvit.pixels.ahead import pool_of, raise_met, started_ahead, until_error
-from fusedvit.pixels.arguments import check_counts, usable_device
+from fusedvit.pixels.arguments import usable_device
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
     Limits,

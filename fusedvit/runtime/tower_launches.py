@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from fusedvit.kernels.launch import FromCache, KernelJob, hash_sources, loading_from_cache
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.param_names import WeightNames, buffer_shapes, parameter_shapes
@@ -23,20 +22,6 @@ from fusedvit.runtime.meta_runs import MetaRuns
 
 BEYOND = 4  # eager runs are listed up to this multiple of the largest budget
 MEMORY = 80 << 30  # bytes: the default ladder of a GPU with less memory is the first part of the ladder for this size
-
-
-def kernels_of(
-    spec: VisionSpec, names: WeightNames, dtype: torch.dtype, target: Target, takes_bytes: bool = False
-) -> dict[object, KernelJob]:
-    """The job of each distinct kernel that `launch_tower` launches, by what determines its code, in order of first
-    use."""
-    with loading_from_cache(FromCache(collect=True)) as mode:
-        launch_tower(spec, names, dtype, target, takes_bytes)
-    found: dict[object, KernelJob] = {}
-    for job in mode.jobs.values():
-        found.setdefault(job.code, job)
-        hash_sources(job.kernel(), lambda: None, set())
-    return found
 
 
 def launch_tower(

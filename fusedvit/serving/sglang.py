@@ -232,15 +232,10 @@ def _note(tower: Any, family: Family, config: Any, whole: Callable[[], Any] | No
 # loading
 
 
-def _after_runner(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    found = original(runner, *args, **kwargs)
-    fuse_towers(runner.model)
-    return found
-
-
-def _after_encoder(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    found = original(model, *args, **kwargs)
-    fuse_towers(model)
+def _after_loading(original: Callable[..., Any], holder: Any, *args: Any, **kwargs: Any) -> Any:
+    """`holder`: the encoder server's model, or a model runner."""
+    found = original(holder, *args, **kwargs)
+    fuse_towers(holder if isinstance(holder, nn.Module) else holder.model)
     return found
 
 
@@ -463,11 +458,11 @@ def _models_of(manager: Any) -> list[Any]:
 
 
 def _patch_runner(module: ModuleType) -> str:
-    return _hooked(module.ModelRunner, {_LOADED: _after_runner})
+    return _hooked(module.ModelRunner, {_LOADED: _after_loading})
 
 
 def _patch_encoder(module: ModuleType) -> str:
-    return _hooked(module, {_LOADED: _after_encoder})
+    return _hooked(module, {_LOADED: _after_loading})
 
 
 def _patch_updater(module: ModuleType) -> str:

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import BLOCK_N, MAX_HEAD, QUERIES, HopperAttentionConfig
-from fusedvit.kernels.hopper.gluon_compat import TensorDescriptor, gl, gluon, record
+from fusedvit.kernels.hopper.gluon_compat import built_descriptor, gl, gluon, record
 from fusedvit.kernels.tile_configs import split_head
 
 ROWS = gl.constexpr(64)  # queries of a consumer
@@ -325,14 +325,8 @@ class _StartingEarlier:
         return self.tensor.data_ptr() - self.bytes_ahead
 
 
-def _descriptor(
-    base: torch.Tensor | _StartingEarlier, shape: list[int], strides: list[int], dst: list[int]
-) -> TensorDescriptor:
-    """Built without the record's own checks, which cost more than the launch."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = base, shape, strides, dst
-    descriptor.layout = _layout(tuple(dst), base.dtype)
-    return descriptor
+def _descriptor(base: torch.Tensor | _StartingEarlier, shape: list[int], strides: list[int], dst: list[int]) -> Any:
+    return built_descriptor(base, shape, strides, dst, _layout(tuple(dst), base.dtype))
 
 
 @functools.cache

@@ -76,7 +76,6 @@ class GemmShape:
     BN2: gl.constexpr  # columns of the second accumulator: 64 or 0
     CONSUMERS: gl.constexpr  # 1: ping-pong
     STAGES: gl.constexpr
-    GROUP_M: gl.constexpr
     X_IN_REGISTERS: gl.constexpr
 
 
@@ -113,6 +112,7 @@ class Descriptors:
 
 _vector_width = gluon.constexpr_function(vector_width)
 _warpgroups = gluon.constexpr_function(warpgroups)
+GROUP_M = gl.constexpr(8)  # tile rows that are walked together; with 4 or 16 towers take as long within 1 %
 
 
 @gluon.jit
@@ -128,10 +128,10 @@ def _schedule(shape, num_rows):
 def _tile_coords(shape, t, num_m):
     """Tile index -> (tile row, tile column). GROUP_M tile rows are walked together, so that weights stay in L2."""
     NUM_N: gl.constexpr = (shape.N + shape.BN1 + shape.BN2 - 1) // (shape.BN1 + shape.BN2)
-    group = t // (shape.GROUP_M * NUM_N)
-    size = gl.minimum(num_m - group * shape.GROUP_M, shape.GROUP_M)
-    inside = t - group * (shape.GROUP_M * NUM_N)
-    return group * shape.GROUP_M + inside % size, inside // size
+    group = t // (GROUP_M * NUM_N)
+    size = gl.minimum(num_m - group * GROUP_M, GROUP_M)
+    inside = t - group * (GROUP_M * NUM_N)
+    return group * GROUP_M + inside % size, inside // size
 
 
 @gluon.jit
@@ -477,7 +477,6 @@ def _hopper_gemm_kernel(
     BN2: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
     X_IN_REGISTERS: gl.constexpr,
 ):
     num_rows = gl.load(num_rows_ptr)  # first: which tiles there are depends on it
@@ -512,9 +511,7 @@ def _hopper_gemm_kernel(
             mbarrier.init(order.index(i), count=1)
     gdc_launch_dependents()
 
-    shape = GemmShape(
-        steps, STEPS, in_parts, in_width, per_length, N, BM, BN1, BN2, CONSUMERS, STAGES, GROUP_M, X_IN_REGISTERS
-    )
+    shape = GemmShape(steps, STEPS, in_parts, in_width, per_length, N, BM, BN1, BN2, CONSUMERS, STAGES, X_IN_REGISTERS)
     epi = EpilogueArgs(
         bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, clip_ptr,
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, HEAD_PARTS, TAPS, ACT, LIMIT,

@@ -55,7 +55,6 @@ class HopperGemmConfig:
         consumers: warpgroups that share a tile (2 or 3); 1 for ping-pong: two consumers, with tiles of their own.
         stages: depth of the operand pipeline.
         max_programs: bound of the persistent grid.
-        group_m: tile rows that are walked together, which keeps weights in L2.
         pdl: begin before the previous launch has ended (programmatic dependent launch). The previous launch must not
             be the one that writes `num_rows`.
     """
@@ -65,7 +64,6 @@ class HopperGemmConfig:
     consumers: int
     stages: int
     max_programs: int = 132
-    group_m: int = 8
     pdl: bool = False
 
     @property
@@ -118,7 +116,6 @@ class HopperGemmConfig:
             "BN2": narrow,
             "CONSUMERS": self.consumers,
             "STAGES": self.stages,
-            "GROUP_M": self.group_m,
             "X_IN_REGISTERS": self.x_in_registers,
         }
 
@@ -150,8 +147,8 @@ def wrong_hopper_gemm(config: HopperGemmConfig, target: Target, dtype: torch.dty
     for name, allowed in (("rows", ROWS), ("cols", COLS), ("consumers", CONSUMERS)):
         if getattr(config, name) not in allowed:
             return f"{name} must be one of {allowed}, got {getattr(config, name)}"
-    if config.stages < 2 or config.group_m < 1 or config.max_programs < 1:
-        return f"stages must be at least 2, group_m and max_programs positive, got {config}"
+    if config.stages < 2 or config.max_programs < 1:
+        return f"stages must be at least 2, max_programs positive, got {config}"
     if config.rows * config.cols > 128 * 192 or (config.consumers == 3 and config.rows * config.cols > 64 * 192):
         return f"a consumer's {config.rows} x {config.cols} sums do not fit its registers"
     if config.shared_bytes() > target.max_shared:

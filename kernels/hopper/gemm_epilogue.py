@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper.gemm_configs import CHUNK
-from fusedvit.kernels.hopper.gluon_compat import TensorDescriptor, gl, gluon, record, reinterpret
+from fusedvit.kernels.hopper.gluon_compat import built_descriptor, gl, gluon, record, reinterpret
 from fusedvit.kernels.tma import rows_behind
 
 SPREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one value a thread of a warpgroup
@@ -375,17 +375,10 @@ def extra_descriptor(e: Epilogue, rows: int, tile: int) -> Any:
 
 
 def descriptor(t: torch.Tensor, rows: int, layout: Any = LINES, tile: int = 1) -> Any:
-    """A TMA descriptor of `t` for Gluon: blocks of `rows` rows, as wide as the swizzle of `layout`.
-
-    Built without the record's own checks, which cost more than the launch. `tile`: see `tma.rows_behind`.
-    """
-    found = object.__new__(TensorDescriptor)
-    found.base = t
-    found.shape = [rows_behind(t, tile), t.shape[1]]
-    found.strides = t.stride()
-    found.block_shape = [rows, layout.swizzle_byte_width // t.element_size()]
-    found.layout = layout
-    return found
+    """A TMA descriptor of `t` for Gluon: blocks of `rows` rows, as wide as the swizzle of `layout`; `tile`: see
+    `tma.rows_behind`."""
+    block = [rows, layout.swizzle_byte_width // t.element_size()]
+    return built_descriptor(t, [rows_behind(t, tile), t.shape[1]], t.stride(), block, layout)
 
 
 def epilogue_constants(n: int, k: int, e: Epilogue, shared_k: bool) -> dict[str, Any]:

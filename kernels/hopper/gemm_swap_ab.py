@@ -50,10 +50,10 @@ from fusedvit.kernels.hopper.gemm_epilogue import (
 )
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import UNIT, UNIT_BYTES, HopperSwapABConfig, unsupported_shape
 from fusedvit.kernels.hopper.gluon_compat import (
-    TensorDescriptor,
     async_load,
     async_store,
     barrier,
+    built_descriptor,
     gl,
     gluon,
     misplaced_operands,
@@ -713,10 +713,5 @@ def _weights_descriptor(weight: torch.Tensor, tile: int) -> Any:
     """Descriptor of blocks of 64 rows of weights, of every 16 the even ones before the odd ones."""
     n, k = rows_behind(weight, tile), weight.shape[1]
     pitch = weight.stride(0)
-    found = object.__new__(TensorDescriptor)
-    found.base = weight
-    found.shape = [n // 16, 2, 8, k]
-    found.strides = [16 * pitch, pitch, 2 * pitch, 1]
-    found.block_shape = [4, 2, 8, 64]
-    found.layout = WEIGHTS_LAYOUT
-    return found
+    strides = [16 * pitch, pitch, 2 * pitch, 1]
+    return built_descriptor(weight, [n // 16, 2, 8, k], strides, [4, 2, 8, 64], WEIGHTS_LAYOUT)

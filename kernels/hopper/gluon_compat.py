@@ -10,6 +10,8 @@ and up to 3.8 wants its constructor written out. Numbers and strings become comp
 
 import math
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +20,6 @@ from triton.language import core
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language.nvidia.hopper import tma
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -28,13 +29,22 @@ try:
     async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     MISSING = ""
 except (ImportError, AttributeError) as error:
-    gluon = gl = GluonASTSource = TensorDescriptor = aggregate = barrier = async_load = async_store = None
+    gluon = gl = TensorDescriptor = aggregate = barrier = async_load = async_store = None
     MISSING = f"Triton {triton.__version__} has no Gluon for Hopper: {error}"
 
 AVAILABLE = not MISSING
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 NEEDS_MORE_REGISTERS = _VERSION >= (3, 8)  # for the same code, as compiled with 3.9
 WHOLE_VIEWS = _VERSION == (3, 8)  # a view of shared memory must be of all its bytes
+
+
+def built_descriptor(
+    base: Any, shape: Sequence[int], strides: Sequence[int], block_shape: list[int], layout: Any
+) -> Any:
+    """A descriptor for Gluon, without the record's own checks, which cost more than a launch."""
+    found = object.__new__(TensorDescriptor)
+    found.base, found.shape, found.strides, found.block_shape, found.layout = base, shape, strides, block_shape, layout
+    return found
 
 
 def usable(capability: int) -> bool:

@@ -13,9 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from fusedvit.kernels import codegen_checks
+from fusedvit.kernels.launch import KernelJob
 from tests.emulator.machine import Launch, Machine
 from tests.emulator.memory import GlobalMemory
 from tests.emulator.program import Code, translate
@@ -25,11 +27,7 @@ from tests.emulator.tma import tensor_map
 Change = Callable[[Program], None]
 
 
-@cache
-def _built(launch: codegen_checks.Launch) -> tuple[str, int, tuple[Any, ...]]:
-    """(PTX, bytes of shared memory, what is said of its tensor maps)."""
-    built = codegen_checks.build(launch, 90)
-    return built.asm["ptx"], int(built.metadata.shared), tuple(built.metadata.tensordesc_meta or ())
+_built: dict[object, CompiledKernel] = {}  # by `KernelJob.code`
 
 
 @cache
@@ -53,15 +51,18 @@ def emulated(
     machine = Machine(**settings)
 
     def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launch = codegen_checks.launch_of(self, args, kwargs)
-        ptx, shared, metas = _built(launch)
-        by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        values = [by_name[name] for name, kind in launch.signature if kind != "constexpr"]
-        passed = tuple(_expanded(values, iter(metas)))
+        constants = {name: kwargs.pop(name) for name in self.arg_names[len(args) :]}
+        job = KernelJob.of(self, args, constants, kwargs)
+        if job.code not in _built:
+            _built[job.code] = codegen_checks.build(job, 90)
+        built = _built[job.code]
+        values = [value for value in args if value is not None]
+        passed = tuple(_expanded(values, iter(built.metadata.tensordesc_meta or ())))
         tensors, early = _tensors(values), warmup  # so `kernels.launch` builds what it then launches with PDL
         known = {t.untyped_storage().data_ptr() for t in ready or ()}
         unready = [t for t in tensors if early and ready is not None and t.untyped_storage().data_ptr() not in known]
-        machine.run(Launch(_code(ptx, change), grid[0], passed, shared, early), GlobalMemory(tensors, unready))
+        launch = Launch(_code(built.asm["ptx"], change), grid[0], passed, int(built.metadata.shared), early)
+        machine.run(launch, GlobalMemory(tensors, unready))
 
     with mock.patch.object(JITFunction, "run", run):
         yield machine

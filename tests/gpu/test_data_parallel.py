@@ -21,7 +21,7 @@ LIMIT = 0.05  # of bf16; weights of before are 0.3 away
 def test_calls_get_rows_of_the_weights_that_the_tower_has() -> None:
     tower, _ = build(FOUR_BLOCKS, torch.bfloat16, DEVICE)
     encoder = DataParallelEncoder(tower, ["cuda:0", "cuda:1"], CONFIG)
-    pixels, found = pixels_for(tower, GRID, torch.bfloat16, DEVICE, 0), dict[int, torch.Tensor]()
+    pixels, found = pixels_for(tower, GRID), dict[int, torch.Tensor]()
 
     def call(i: int) -> None:
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):

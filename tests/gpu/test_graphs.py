@@ -97,7 +97,7 @@ def test_the_fingerprint_kernels_are_compiled_with_the_weights(
     kernel = fingerprint._fingerprint_kernel.fn
     found = [key for key in launch._compiled if key[0] is kernel]
     assert len(found) == len(fingerprint._loaded) == 2, "one of each dtype of a grid; none takes that of 64 bits"
-    pixels = pixels_for(tower, [(1, 8, 8)], torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(tower, [(1, 8, 8)])
     for grid in (torch.tensor([[1, 8, 8]], dtype=dtype, device=d) for dtype in GRID_DTYPES for d in ("cpu", "cuda")):
         graph_stress.call(tower, pixels, grid)
     assert [key for key in launch._compiled if key[0] is kernel] == found and len(fingerprint._loaded) == 2
@@ -105,7 +105,7 @@ def test_the_fingerprint_kernels_are_compiled_with_the_weights(
 
 def test_a_video_over_the_frame_budget_is_split_without_changing_a_bit(plain: nn.Module) -> None:
     grid = [(9, 8, 8)]
-    pixels, table = pixels_for(plain, grid, torch.bfloat16, DEVICE, 0), torch.tensor(grid, device="cuda")
+    pixels, table = pixels_for(plain, grid), torch.tensor(grid, device="cuda")
     wide = copy.deepcopy(plain).float()
     with torch.inference_mode():
         exact, whole = graph_stress.call(wide, pixels.float(), table), graph_stress.call(plain, pixels, table)
@@ -125,7 +125,7 @@ def test_an_image_over_the_largest_budget_runs_eagerly_among_replayed_ones(
 ) -> None:
     tower, handle = fused
     grid = [(1, 8, 8), (1, 80, 80), (1, 6, 10)]
-    pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(tower, grid)
     got = graph_stress.call(tower, pixels, grid)
     assert eager_reasons(handle) == {"token budget": 1}
     first = 0
@@ -139,7 +139,7 @@ def test_an_image_over_the_largest_budget_runs_eagerly_among_replayed_ones(
 def test_weights_that_change_under_captured_graphs(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 10, 10)]
-    pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(tower, grid)
     before = graph_stress.call(tower, pixels, grid)
     proj = tower.blocks[1].attn.proj
     saved = proj.weight.data.clone()
@@ -162,7 +162,7 @@ def test_weights_that_change_under_captured_graphs(fused: tuple[nn.Module, Fused
 def test_release_gives_memory_back_and_the_next_call_captures_again(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 12, 6)]
-    pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(tower, grid)
     want = graph_stress.call(tower, pixels, grid)
     held = torch.cuda.memory_allocated()
     handle.release()
@@ -174,7 +174,7 @@ def test_release_gives_memory_back_and_the_next_call_captures_again(fused: tuple
 def test_inside_somebody_elses_capture_it_runs_into_it(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 8, 12), (2, 4, 4)]
-    static = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0)
+    static = pixels_for(tower, grid)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph_stress.eager(handle, static, grid)
@@ -182,7 +182,7 @@ def test_inside_somebody_elses_capture_it_runs_into_it(fused: tuple[nn.Module, F
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = graph_stress.call(tower, static, grid)
-    static.copy_(pixels_for(tower, grid, torch.bfloat16, DEVICE, 1))
+    static.copy_(pixels_for(tower, grid, 1))
     graph.replay()
     torch.cuda.synchronize()
     assert eager_reasons(handle) == {"inside another capture": 1}
@@ -192,7 +192,7 @@ def test_inside_somebody_elses_capture_it_runs_into_it(fused: tuple[nn.Module, F
 def test_two_encoders_side_by_side(plain: nn.Module) -> None:
     other, _ = build(FOUR_BLOCKS.but(depth=2), torch.bfloat16, DEVICE)
     grid = [(1, 8, 8), (3, 4, 6)]
-    pixels = pixels_for(plain, grid, torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(plain, grid)
     with torch.inference_mode():
         a, b = fuse(plain, CONFIG), fuse(other, CONFIG)
         for _ in range(3):
@@ -210,7 +210,7 @@ def test_two_devices_side_by_side(plain: nn.Module) -> None:
     with torch.inference_mode():
         a, b = fuse(plain, CONFIG), fuse(other, CONFIG)
         for i, grid in enumerate(2 * grids):
-            pixels = pixels_for(plain, grid, torch.bfloat16, DEVICE, i)
+            pixels = pixels_for(plain, grid, i)
             first, second = graph_stress.call(plain, pixels, grid), graph_stress.call(other, pixels.to("cuda:1"), grid)
             assert all(t.device.index == 1 for t in second)
             assert same(first, graph_stress.eager(a, pixels, grid))
@@ -229,7 +229,7 @@ def test_warmup_compiles_everything(plain: nn.Module) -> None:
         handle.warmup()
         before = handle.stats()["compiles"]
         for i, grid in enumerate([[(1, 4, 4)], [(1, 30, 30)], [(7, 8, 8), (1, 20, 6)], [(1, 60, 60)]]):
-            graph_stress.call(plain, pixels_for(plain, grid, torch.bfloat16, DEVICE, i), grid)
+            graph_stress.call(plain, pixels_for(plain, grid, i), grid)
         assert handle.stats()["compiles"] == before > 0
     unfuse(plain)
 

@@ -32,7 +32,7 @@ def fused(plain: nn.Module) -> Iterator[tuple[nn.Module, FusedEncoder]]:
     with torch.inference_mode():
         for rows in (128, 520):  # their first calls capture, and speculate nothing
             grid = [(1, 2, rows // 2)]
-            graph_stress.call(plain, pixels_for(plain, grid, torch.bfloat16, DEVICE), grid)
+            graph_stress.call(plain, pixels_for(plain, grid), grid)
         yield plain, handle
     unfuse(plain)
 
@@ -59,7 +59,7 @@ def test_garbage_grids_on_the_gpu_right_after_a_good_call(
         pytest.skip("no such grid in 32 bits")
     tower, handle = fused
     grid = torch.tensor([(1, 8, 12), (2, 4, 4)], dtype=dtype, device="cuda")
-    pixels = pixels_for(tower, [(1, 8, 12), (2, 4, 4)], torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(tower, [(1, 8, 12), (2, 4, 4)])
     want = graph_stress.call(tower, pixels, grid)
     assert same(want, graph_stress.eager(handle, pixels, [(1, 8, 12), (2, 4, 4)]))
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_garbage_grids_on_the_gpu_right_after_a_good_call(
 def test_grids_on_the_gpu_are_predicted_and_read_once(fused: tuple[nn.Module, FusedEncoder]) -> None:
     """Layouts of one total after each other, a video over the frame limit among them, in several memory layouts."""
     tower, handle = fused
-    pixels = pixels_for(tower, [(1, 20, 26)], torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(tower, [(1, 20, 26)])
     grids = [[(1, 20, 26)], [(1, 26, 20)], [(130, 2, 2)], [(10, 2, 26)], [(1, 26, 20)]]
     for i, grid in enumerate(2 * grids):
         on_gpu = torch.tensor(grid, device="cuda")
@@ -88,7 +88,7 @@ def test_grids_on_the_gpu_are_predicted_and_read_once(fused: tuple[nn.Module, Fu
 def test_one_wait_a_call(fused: tuple[nn.Module, FusedEncoder], where: str) -> None:
     tower, _ = fused
     grids = [torch.tensor(grid, device=where) for grid in ([(1, 20, 26)], [(130, 2, 2)])]  # one batch, three batches
-    pixels = pixels_for(tower, [(1, 20, 26)], torch.bfloat16, DEVICE, 0)
+    pixels = pixels_for(tower, [(1, 20, 26)])
     for grid in 2 * grids:
         graph_stress.call(tower, pixels, grid)
         waits = synchronisations(functools.partial(tower, pixels, grid_thw=grid))
@@ -98,7 +98,7 @@ def test_one_wait_a_call(fused: tuple[nn.Module, FusedEncoder], where: str) -> N
 def test_weights_that_change_under_a_speculative_replay(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 10, 10)]
-    pixels, on_gpu = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0), torch.tensor(grid, device="cuda")
+    pixels, on_gpu = pixels_for(tower, grid), torch.tensor(grid, device="cuda")
     before = graph_stress.call(tower, pixels, on_gpu)
     weight = tower.blocks[1].attn.proj.weight
     saved = weight.data.clone()
@@ -132,7 +132,7 @@ def test_pixels_of_any_dtype_layout_and_device(
     grid = [(1, 8, 12), (2, 4, 4)]
     side = torch.cuda.Stream()
     for i, where in enumerate(["cpu", "cuda", "cuda", "cpu"]):
-        pixels = variant(pixels_for(tower, grid, torch.bfloat16, DEVICE, i))
+        pixels = variant(pixels_for(tower, grid, i))
         want = graph_stress.eager(handle, pixels, grid)
         given = torch.tensor(grid, device=where)
         graph_stress.poison(handle)

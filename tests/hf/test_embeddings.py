@@ -50,7 +50,7 @@ def test_transformers_takes_them(architecture: str, modality: str) -> None:
     with torch.no_grad():
         want = model(**prompt, **{"pixel_values" if modality == "image" else "pixel_values_videos": pixels}).logits
         rows = encoder.concatenated(pixels, grid)
-        ready = VisionEmbeddings(rows, grid, 2, levels=len(encoder.spec.deepstack) * encoder.family.has_deepstack)
+        ready = VisionEmbeddings(rows, grid, 2, levels=len(encoder.spec.deepstack))
         found = model(**prompt, mm_encoder_outputs=ready.for_transformers(modality)).logits
         other = VisionEmbeddings(rows * 2, grid, 2, ready.levels).for_transformers(modality)
         assert not torch.allclose(model(**prompt, mm_encoder_outputs=other).logits, want, rtol=1e-3), "they are read"

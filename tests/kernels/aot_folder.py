@@ -6,6 +6,7 @@ compiles of those in it, and of all.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -15,10 +16,10 @@ import triton
 from fusedvit.families.qwen3 import NAMES
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.hopper.gluon_compat import AVAILABLE
-from fusedvit.kernels.launch import KernelJob
+from fusedvit.kernels.launch import KernelJob, record
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
-from fusedvit.runtime.tower_launches import kernels_of
+from fusedvit.runtime.tower_launches import launch_tower
 
 TINY = VisionSpec(2, 144, 2, 72, 288, 96, 16, position_side=4, deepstack=(0,))
 
@@ -37,7 +38,7 @@ def compiled(found: list[KernelJob]) -> int:
 
 root = Path(sys.argv[1])
 triton.runtime.driver.set_active(AbsentGPU(90))
-jobs = kernels_of(TINY, NAMES, torch.bfloat16, target_named("h100")).values()
+jobs = record(partial(launch_tower, TINY, NAMES, torch.bfloat16, target_named("h100"))).values()
 some = [job for job in jobs if job.name.startswith(("_load", "_store", "_finger"))]
 assert len(some) >= 4 and AVAILABLE
 problems = compiled_kernels.fill(root / "first", [job.build for job in some], 2, lambda *told: None)

@@ -1,12 +1,13 @@
 """Run by test_aot.py without the interpreter: what whole towers launch, and what is listed of them, as JSON.
 
 `unlike` lists the towers and GPUs where graphs of a tower, in its whole depth, launch other kernels than are listed,
-which are those of a rehearsal. `kernels` are those of the default ladder on an H100 as `kernels_of` tells them
+which are those of a rehearsal. `kernels` are those of the default ladder on an H100 as `record` tells them
 apart, `keys` as Triton does, by what it would compile.
 """
 
 import itertools
 import json
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,9 @@ from triton.runtime.jit import JITFunction
 from fusedvit.bench.ahead_of_time import DTYPES, TARGETS, TOWERS, launches_of
 from fusedvit.bench.towers import class_of, family_and_spec
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
+from fusedvit.kernels.launch import record
 from fusedvit.runtime import captured_encoder
-from fusedvit.runtime.tower_launches import kernels_of
+from fusedvit.runtime.tower_launches import launch_tower
 
 BUDGETS = (64, 256, 896, 1408, 4096, 65536)  # with deepstack mergers overlapped with blocks; in line
 encode = captured_encoder.encode
@@ -42,7 +44,7 @@ def unlike() -> list[tuple[str, int]]:
 
 def ladder(tower: str) -> dict[str, int]:
     family, spec = family_and_spec(TOWERS[tower])
-    found = kernels_of(spec, family.names, DTYPES["bf16"], target_named("h100"))
+    found = record(partial(launch_tower, spec, family.names, DTYPES["bf16"], target_named("h100")))
     triton.runtime.driver.set_active(AbsentGPU(90))
     keys: set[tuple[str, str]] = set()
 

@@ -3,17 +3,19 @@
 A program of its own: it must run without the interpreter that the tests need.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.bench.ahead_of_time import compile_or_fail
-from fusedvit.kernels.codegen_checks import Launch, record
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper.gluon_compat import barrier, gl, gluon
+from fusedvit.kernels.launch import KernelJob, launch, record
 from fusedvit.kernels.linear import linear
 from fusedvit.kernels.tile_configs import LinearConfig
+from fusedvit.kernels.tma import descriptor
 
 
 @triton.jit
@@ -71,7 +73,7 @@ def gluon_wide(x_ptr, out_ptr, n, BLOCK: gl.constexpr):
     gl.store(out_ptr + rows, x, mask=rows < n)
 
 
-def product_in_six_stages() -> list[Launch]:
+def product_in_six_stages() -> dict[object, KernelJob]:
     """A shipped kernel in a configuration that asks for 6 x 48 KiB of shared memory."""
     x, weight, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((512, 512),) * 3)
     rows = torch.empty(1, dtype=torch.int32, device="meta")
@@ -80,14 +82,16 @@ def product_in_six_stages() -> list[Launch]:
 
 def main() -> None:
     x = torch.empty(1, device="meta")
-    desc = TensorDescriptor(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"), [64, 64], [64, 1], [64, 64])
-    launches = {"shared": product_in_six_stages()}
+    desc = descriptor(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"), 64, 64)
+    found = {"shared": product_in_six_stages()}
     kernels = (narrow_vector, wide_vector, narrow_scalar, wide_scalar, spills, no_tensor_cores, broken)
     for kernel in (*kernels, gluon_narrow, gluon_wide):
-        first = desc if kernel is no_tensor_cores else x
-        launches[kernel.__name__] = record(lambda k=kernel, a=first: k[(1,)](a, x, 5, BLOCK=128, num_warps=4))
-    for name, (launch,) in launches.items():
-        print(name, "; ".join(compile_or_fail(launch, 90).problems), sep="\t")
+        descriptors, pointers = ((desc,), (x,)) if kernel is no_tensor_cores else ((), (x, x))
+        given = (kernel, 1, descriptors, pointers, {"BLOCK": 128}, {"num_warps": 4}, (5,))
+        found[kernel.__name__] = record(partial(launch, *given))
+    for name, jobs in found.items():
+        (job,) = jobs.values()
+        print(name, "; ".join(compile_or_fail(job, 90).problems), sep="\t")
 
 
 if __name__ == "__main__":

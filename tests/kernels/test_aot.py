@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusedvit.bench import ahead_of_time
 from fusedvit.kernels.codegen_checks import (
     MAX_SHARED,
-    Launch,
     _problems,
     _shortage,
     exposed_exponentials,
@@ -21,8 +21,10 @@ from fusedvit.kernels.codegen_checks import (
     overwritten_barriers,
     rewritten_descriptors,
 )
+from fusedvit.kernels.launch import Argument, KernelJob
 from fusedvit.kernels.linear import _linear_kernel
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("aot_probes.py")
 
@@ -41,40 +43,27 @@ def test_command_passes_on_what_ships() -> None:
     assert "kernels compiled, 0 failed" in done.stderr
 
 
-def _launch(n: int, splits: int, dtype: str, eps: float = 1e-6) -> Launch:
-    constants = (("N", n), ("EPS", eps), ("SPLITS", splits))
-    return Launch(_linear_kernel, (("x_desc", f"tensordesc<{dtype}[64,64]>"),), constants, (), (("num_warps", 4),))
+def _job(n: int, splits: int, dtype: torch.dtype, eps: float = 1e-6) -> KernelJob:
+    constants = {"N": n, "EPS": eps, "SPLITS": splits}
+    return KernelJob("fusedvit.kernels.linear", "_linear_kernel", (Argument(dtype),), constants, {"num_warps": 4})
 
 
 def test_alike_are_sizes_and_16_bit_types_alone() -> None:
-    one = ahead_of_time.kind_of(_launch(1152, 2, "bf16"))
-    assert one == ahead_of_time.kind_of(_launch(4304, 2, "fp16"))
-    others = [_launch(1152, 3, "bf16"), _launch(1152, 2, "fp32"), _launch(1152, 2, "bf16", 0.0)]
+    one = ahead_of_time.kind_of(_job(1152, 2, BF16))
+    assert one == ahead_of_time.kind_of(_job(4304, 2, FP16))
+    others = [_job(1152, 3, BF16), _job(1152, 2, FP32), _job(1152, 2, BF16, 0.0)]
     assert one not in [ahead_of_time.kind_of(other) for other in others]
     assert {"N", "EPS"} < ahead_of_time.SIZES <= set(_linear_kernel.arg_names)
 
 
 def test_the_first_of_those_alike_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = [_launch(64, 2, "bf16"), _launch(64, 2, "fp16"), _launch(64, 3, "bf16"), _launch(128, 3, "bf16")]
-    monkeypatch.setattr(ahead_of_time, "launches_around", lambda _: [])
-    monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: every)
+    every = [_job(64, 2, BF16), _job(64, 2, FP16), _job(64, 3, BF16), _job(128, 3, BF16)]
+    monkeypatch.setattr(ahead_of_time, "launches_around", lambda _: {})
+    monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: {job.code: job for job in every})
     matrix = ahead_of_time.Matrix((80, 90), ("bf16",), ("Qwen3-VL-8B",), (64,))
-    jobs_of = ahead_of_time.jobs_of.__wrapped__  # past what other tests have listed
-    assert jobs_of(matrix) == [(launch, arch) for arch in (80, 90) for launch in every]
-    assert set(jobs_of(replace(matrix, alike=True))) == {(every[i], arch) for arch in (80, 90) for i in (0, 2)}
-
-
-def test_a_matrix_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By each process: listed for each of its jobs it took three times as long as compiling them."""
-    listed = []
-    monkeypatch.setattr(ahead_of_time, "launches_around", lambda _: listed.append(1) or [])
-    monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: [_launch(64, 2, "bf16"), _launch(64, 3, "bf16")])
-    monkeypatch.setattr(ahead_of_time, "compile_or_fail", lambda launch, arch: (launch, arch))
-    matrix = ahead_of_time.Matrix((90,), ("bf16",), ("Qwen3-VL-8B",), (64,))
-    ahead_of_time.jobs_of.cache_clear()
-    assert [ahead_of_time._compile(i, matrix) for i in (0, 1)] == ahead_of_time.compile_all(matrix)
-    ahead_of_time.jobs_of.cache_clear()
-    assert listed == [1]
+    assert ahead_of_time.jobs_of(matrix) == [(job, arch) for arch in (80, 90) for job in every]
+    found = ahead_of_time.jobs_of(replace(matrix, alike=True))
+    assert len(found) == 4 and all((every[i], arch) in found for arch in (80, 90) for i in (0, 2))
 
 
 def test_command_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -260,21 +260,19 @@ def test_every_role_waits_for_the_previous_launch() -> None:
     waits a role reads the count of tiles and its first one, three numbers, and nothing else: no q, k or v."""
     code = """
 import dataclasses
-from unittest import mock
 import torch
 from fusedvit.kernels import codegen_checks
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.hopper import attention, attention_configs
+from fusedvit.kernels.launch import record
 config = dataclasses.replace(attention_configs.SHORT, pdl=True)
 integers = lambda *shape: torch.empty(shape, dtype=torch.int32, device="meta")
 segments = Segments(integers(9), integers(64, 4), integers(1), config.block_m)
 qkv, out = (torch.empty(64, n * 128, dtype=torch.bfloat16, device="meta") for n in (3, 1))
-(launch,) = codegen_checks.record(lambda: attention.attention(qkv, segments, out, 2, 64, config))
-assert "launch_pdl" not in dict(launch.options)  # it decides no code: set when the kernel is launched
-checked = mock.Mock(wraps=codegen_checks._checked)
-with mock.patch.object(codegen_checks, "_checked", checked):
-    assert not codegen_checks.compile_launch(launch, 90).problems
-ptx = checked.call_args.args[2].asm["ptx"]
+(job,) = record(lambda: attention.attention(qkv, segments, out, 2, 64, config)).values()
+assert "launch_pdl" not in job.options  # it decides no code: set when the kernel is launched
+assert not codegen_checks.compile_job(job, 90).problems
+ptx = codegen_checks.build(job, 90).asm["ptx"]
 assert ptx.count("griddepcontrol.wait") == config.consumers + 1
 assert ptx.count("griddepcontrol.launch_dependents") == 1
 for role in ptx.split("griddepcontrol.wait")[:-1]:
@@ -288,7 +286,8 @@ for role in ptx.split("griddepcontrol.wait")[:-1]:
 
 SPARE = """
 import torch
-from fusedvit.kernels.codegen_checks import _misplaced_operands, compile_launch, record
+from fusedvit.kernels.codegen_checks import _misplaced_operands, compile_job
+from fusedvit.kernels.launch import record
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.hopper import attention
 from fusedvit.kernels.hopper.attention_configs import schedules
@@ -299,14 +298,14 @@ for head_dim, config in ((head_dim, config) for head_dim in (64, 72, 80) for con
     dtype = torch.float16 if config.consumers == 1 else torch.bfloat16
     segments = Segments(integers(9), integers(64, 4), integers(1), config.block_m)
     qkv, out = (torch.empty(64, 2 * n * head_dim, dtype=dtype, device="meta") for n in (3, 1))
-    (launch,) = record(lambda: attention.attention(qkv, segments, out, 2, head_dim, config))
-    found = compile_launch(launch, 90)
+    (job,) = record(lambda: attention.attention(qkv, segments, out, 2, head_dim, config)).values()
+    found = compile_job(job, 90)
     assert config.spare(head_dim) == (head_dim == 72) and config.summed(head_dim) == (head_dim != 72)
     assert found.problems == () and found.shared_bytes <= shared_bytes(config, head_dim), found
     behind = "mov.b32 %r2, global_smem; add.s32 %r1, %r2, 999999; mbarrier.init.shared::cta.b64 [%r1], 1;"
-    assert not _misplaced_operands(launch, behind)
-    assert "something lies at" in _misplaced_operands(launch, "st.shared.b32 [global_smem], %r1;")[0]
-    assert _misplaced_operands(launch, "st.shared.b32 [global_smem+999999], %r1;"), "no barrier was seen"
+    assert not _misplaced_operands(job, behind)
+    assert "something lies at" in _misplaced_operands(job, "st.shared.b32 [global_smem], %r1;")[0]
+    assert _misplaced_operands(job, "st.shared.b32 [global_smem+999999], %r1;"), "no barrier was seen"
 """
 
 

@@ -262,7 +262,8 @@ def test_scratch_and_packed_cos_sin_are_held_only_where_used_and_counted() -> No
 COMPILED = """
 from dataclasses import replace
 import torch
-from fusedvit.kernels.codegen_checks import compile_launch, record
+from fusedvit.kernels.codegen_checks import compile_job
+from fusedvit.kernels.launch import record
 from fusedvit.kernels.hopper.gemm import linear
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from tests.kernels.linear_cases import Layer, fused, tensors
@@ -277,8 +278,8 @@ for layer, dtype, config in (
     (Layer(64, 4608, 256, norm=True, part=128, merged=4, activation="gelu"), FP16, HopperGemmConfig(128, 128, 1, 4)),
 ):
     arguments = fused(layer, tensors(layer, dtype, CPU))
-    for launch in record(lambda: arguments.run(linear, config)):
-        found = compile_launch(launch, 90)
+    for job in record(lambda: arguments.run(linear, config)).values():
+        found = compile_job(job, 90)
         assert not found.problems and found.registers >= 128, found
 """
 

@@ -188,7 +188,8 @@ def test_plans_take_it_where_it_can(on_hopper: None) -> None:
 
 COMPILED = """
 import torch
-from fusedvit.kernels.codegen_checks import _misplaced_operands, compile_launch, record
+from fusedvit.kernels.codegen_checks import _misplaced_operands, compile_job
+from fusedvit.kernels.launch import record
 from fusedvit.kernels.hopper import gemm_swap_ab
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig as Config
 from tests.kernels.linear_cases import Layer, fused, tensors
@@ -200,12 +201,12 @@ for layer, config, dtype in (
     (fc2, Config(24, 1, 9, True), torch.float16),
 ):
     arguments = fused(layer, tensors(layer, dtype, torch.device("cpu")))
-    (launch,) = record(lambda: arguments.run(gemm_swap_ab.linear, config))
-    found = compile_launch(launch, 90)
+    (job,) = record(lambda: arguments.run(gemm_swap_ab.linear, config)).values()
+    found = compile_job(job, 90)
     assert found.problems == () and found.shared_bytes <= config.shared_bytes(), found
     behind = "mov.b32 %r2, global_smem; add.s32 %r1, %r2, 999999; mbarrier.init.shared::cta.b64 [%r1], 1;"
-    assert not _misplaced_operands(launch, behind)
-    assert "something lies at" in _misplaced_operands(launch, "st.shared.b32 [global_smem], %r1;")[0]
+    assert not _misplaced_operands(job, behind)
+    assert "something lies at" in _misplaced_operands(job, "st.shared.b32 [global_smem], %r1;")[0]
 """
 
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from einops import rearrange
 
-from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO, InputLayout, VisionInput, prepare, rows_from_frames
-from fusedvit.pixels import BytePixels
+from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO, InputLayout, VisionInput, prepare
+from fusedvit.pixels import BytePixels, swap
+from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import Media, MediaError, load_one
 
 pytest.importorskip("transformers")
@@ -53,8 +54,7 @@ def test_still_video_is_the_image() -> None:
     frame = _noise(1, 100, 150)
     image = prepare(Media("noise", "image", frame, 1), LAYOUT)
     for frames in (np.repeat(frame, 2, axis=0), frame):  # one frame alone is padded with itself
-        video = rows_from_frames(np.repeat(frame, 2, axis=0), LAYOUT) if len(frames) == 2 else None
-        video = video or prepare(_video(frames), LAYOUT)
+        video = prepare(_video(frames), LAYOUT)
         assert video.grid_thw.tolist() == image.grid_thw.tolist() == [[1, 6, 10]]
         assert torch.equal(floats(video), floats(image))
 
@@ -64,7 +64,7 @@ def test_still_video_is_the_image() -> None:
 def test_video_order_is_merge_block(frames: int, layout: InputLayout) -> None:
     side = layout.patch_size * layout.merge_size
     clip = _noise(frames, 3 * side, 4 * side)
-    item = rows_from_frames(clip, layout)
+    item = prepare(_video(clip), layout)
     assert item.grid_thw.tolist() == [[frames // 2, 6, 8]]
     torch.testing.assert_close(floats(item), _by_hand(clip, layout), rtol=1e-5, atol=1e-6)
 
@@ -87,10 +87,14 @@ def test_odd_frame_count_repeats_the_last() -> None:
 def test_agrees_with_the_video_processor() -> None:
     pytest.importorskip("torchvision")
     pytest.importorskip("av")
+    from transformers import Qwen3VLVideoProcessor
+
     media = load_one(SAMPLE_VIDEO, frames=6)
-    ours, theirs = rows_from_frames(media.frames, LAYOUT), prepare(media, LAYOUT)
-    assert ours.grid_thw.tolist() == theirs.grid_thw.tolist()
-    assert torch.equal(floats(ours), floats(theirs))
+    ours, most = prepare(media, LAYOUT), {"shortest_edge": 6 * LAYOUT.min_pixels, "longest_edge": 6 * LAYOUT.max_pixels}
+    processor = swap(Qwen3VLVideoProcessor(size=most, do_sample_frames=False, cap_pixels_per_frame=False))
+    theirs = processor(videos=[media.frames], input_data_format=CHANNELS_LAST, return_tensors="pt")
+    assert ours.grid_thw.tolist() == theirs["video_grid_thw"].tolist()
+    assert torch.equal(floats(ours), floats(VisionInput(theirs["pixel_values_videos"], theirs["video_grid_thw"])))
 
 
 @pytest.mark.parametrize("size", ((1, 40), (3, 40), (4, 4)), ids=str)
@@ -99,7 +103,7 @@ def test_few_rows_are_no_channels(size: tuple[int, int]) -> None:
     image = prepare(Media("noise", "image", frames[:1], 1), LAYOUT)
     _, height, width = image.grid_thw[0].tolist()
     assert height <= width
-    assert rows_from_frames(frames, LAYOUT).grid_thw.tolist() == [[1, height, width]]
+    assert prepare(_video(frames), LAYOUT).grid_thw.tolist() == [[1, height, width]]
 
 
 def test_pixels_stay_within_the_layout() -> None:

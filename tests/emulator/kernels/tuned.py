@@ -32,7 +32,7 @@ def chosen() -> Iterator[tuple[str, str, Any]]:
             backend = backends.backend_named(backends.LINEAR, entry["backend"])
             assert backend is not None, f"no backend {entry['backend']} in this Triton"
             config = replace(config_of(backend, entry["config"], path.name), pdl=True)
-            few = {"max_programs": 3, "group_m": 8}
+            few = {"max_programs": 3}
             config = replace(config, **{name: value for name, value in few.items() if hasattr(config, name)})
             found[entry["backend"], entry["kind"], config] = None
     yield from sorted(found, key=str)

@@ -262,12 +262,8 @@ def test_times_that_cannot_be_are_not_believed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_output_that_changes_is_not_believed() -> None:
     outputs = [torch.zeros(2)]
-    engine = baselines.EngineLike(lambda: outputs[0].add_(1), outputs, ())
-    contender = timing.Contender("engine-like x", engine.run)
-    before = tower_bench._outputs(contender, {"engine-like x": engine})
-    said = tower_bench._afterwards(contender, [1.0], 0.5, before, {"engine-like x": engine})
+    contender = timing.Contender("engine-like x", lambda: [outputs[0].add_(1)], "gpu")
+    said = tower_bench._afterwards(contender, [1.0], 0.5, tower_bench._outputs(contender))
     assert said == "another output after the timing than before"
-    still = baselines.EngineLike(lambda: None, outputs, ())
-    contender = timing.Contender("engine-like x", still.run)
-    before = tower_bench._outputs(contender, {"engine-like x": still})
-    assert tower_bench._afterwards(contender, [1.0], 0.5, before, {"engine-like x": still}) == ""
+    still = timing.Contender("engine-like x", lambda: outputs, "gpu")
+    assert tower_bench._afterwards(still, [1.0], 0.5, tower_bench._outputs(still)) == ""

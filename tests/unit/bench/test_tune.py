@@ -23,7 +23,7 @@ from fusedvit.bench.towers import GEOMETRIES, shallow, spec_of  # noqa: E402
 from fusedvit.bench.tuning import candidates as tune_candidates  # noqa: E402
 from fusedvit.bench.tuning import in_tower  # noqa: E402
 from fusedvit.bench.tuning import tuner as tune  # noqa: E402
-from fusedvit.bench.tuning.candidates import Candidate, TuningTask, in_waves, tuning_tasks  # noqa: E402
+from fusedvit.bench.tuning.candidates import TuningTask, in_waves, tuning_tasks  # noqa: E402
 from fusedvit.cli import tune as cli_tune  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import backends, tuning_table  # noqa: E402
@@ -52,9 +52,9 @@ def linears(items: list[TuningTask], monkeypatch: pytest.MonkeyPatch) -> list[Tu
     return [q for q in items if q.task.key.op == "linear"]
 
 
-def three_tiles(item: Any, dtype: torch.dtype, target: Target) -> list[Candidate]:
+def three_tiles(item: Any, dtype: torch.dtype, target: Target) -> list[Any]:
     """The heuristic's choice first."""
-    return [Candidate("triton", LinearConfig(m, 32, 32, 4, 2)) for m in (32, 64, 16)]
+    return [LinearConfig(m, 32, 32, 4, 2) for m in (32, 64, 16)]
 
 
 Times = Callable[[Callable[[Any], float]], None]
@@ -103,7 +103,7 @@ def test_the_heuristic_is_the_first_candidate() -> None:
     for item in tuning_tasks([QWEN3_VL_8B], (256, 4096), BF16):
         found = tune_candidates.candidates(item, BF16, H200)
         first = choose(item.task, BF16, H200, tuning_table.Table())
-        assert found[0].config == first and len(set(found)) == len(found) > 1
+        assert found[0] == first and len(set(found)) == len(found) > 1
 
 
 @pytest.mark.parametrize("merge_unit", [1, 4])
@@ -120,9 +120,9 @@ def test_the_entry_in_use_is_always_tried(linears: list[TuningTask], monkeypatch
     """Even if the cost model thinks little of it: it was the fastest once."""
     say(monkeypatch, linears[0], LinearConfig(128, 32, 32, 4, 2))
     proposed = tuner().proposed(linears[0])
-    assert [c.config.block_m for c in proposed] == [32, 64, 16, 128]
-    say(monkeypatch, linears[0], proposed[1].config)
-    assert [c.config.block_m for c in tuner().proposed(linears[0])] == [32, 64, 16]
+    assert [c.block_m for c in proposed] == [32, 64, 16, 128]
+    say(monkeypatch, linears[0], proposed[1])
+    assert [c.block_m for c in tuner().proposed(linears[0])] == [32, 64, 16]
 
 
 def test_the_fastest_is_taken_and_read_back(linears: list[TuningTask], times: Times, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_refused_or_wrong_candidate_is_never_taken(
     def spills(which: int) -> Any:
         def check(pairs: list[Any]) -> Iterator[tuple[int, str]]:
             for i, (_, candidate) in enumerate(pairs):
-                yield i, "8 bytes of spill stores" if candidate.config.block_m == which else ""
+                yield i, "8 bytes of spill stores" if candidate.block_m == which else ""
 
         return check
 
@@ -170,7 +170,7 @@ def test_a_wrong_output_is_checked_on_other_data(
     assert tiles(tuner().run(linears[:1])) == [64] and len(seen) == 2
     assert not torch.equal(*seen), "the same data would say the same"
     seen.clear()
-    pair = linears[0], Candidate("triton", LinearConfig(32, 32, 32, 4, 3))
+    pair = linears[0], LinearConfig(32, 32, 32, 4, 3)
     assert tune_candidates.problem_of(pair, FP32, CPU) == "" and len(seen) == 2
 
 
@@ -283,19 +283,19 @@ def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypat
     """Of the Hopper backend only names and numbers are needed, which are there without a GPU."""
     item = next(q for q in tuning_tasks([QWEN3_VL_8B], (1024,), BF16) if q.task.name == "qkv")
     offered = hopper_gemm_candidates(1024, 3456, 1152, H200, "norm+rope")
-    plain = [c for c in tune_candidates.candidates(item, BF16, H200) if c.backend == "triton"]
+    plain = [c for c in tune_candidates.candidates(item, BF16, H200) if isinstance(c, LinearConfig)]
     triton = backends.backend_named("linear", "triton")
     assert triton is not None
-    usual = Candidate("triton", triton.heuristic(item.task.key, BF16, H200, item.task.widest))
-    own = Candidate("hopper", offered[-1])
-    every = list(dict.fromkeys([own, *(Candidate("hopper", config) for config in offered), *plain]))
+    usual = triton.heuristic(item.task.key, BF16, H200, item.task.widest)
+    own = offered[-1]
+    every = list(dict.fromkeys([own, *offered, *plain]))
     found = tune_candidates.shortlist(item, every, BF16, H200)
-    predicted = {c: tune_candidates.predicted_us(item.task.key, c.config, H200) for c in every if c.backend == "hopper"}
+    predicted = {c: tune_candidates.predicted_us(item.task.key, c, H200) for c in (own, *offered)}
     best = sorted((c for c in predicted if c != own), key=predicted.__getitem__)[: tune_candidates.BEST]
     assert found == [own, *best, usual] and all(0 < us < 100 for us in predicted.values())
     assert tune_candidates.shortlist(item, plain, BF16, H200) == plain, "nothing to choose from"
     chosen = hopper_gemm_config(1024, 3456, 1152, BF16, H200, "norm+rope")
-    assert min(predicted, key=predicted.__getitem__).config == chosen, "the model is the heuristic's own"
+    assert min(predicted, key=predicted.__getitem__) == chosen, "the model is the heuristic's own"
 
 
 NAMES = ["patch", "qkv", "proj", "fc1", "fc2", "deepstack_fc1", "merger_fc1", "merger_fc2", "attention"]
@@ -501,8 +501,8 @@ def test_without_new_kernels_only_what_the_tower_compiles_is_tried(on_hopper: No
     items, new = tuning_tasks([spec], (256, 832, 4096), BF16), 0
     for item in items:
         for candidate in bound.proposed(item):
-            launched = as_launched(spec, item.task.name, item.task.key.rows, candidate.config)
-            assert tune_candidates.compilation(item, Candidate.of(launched)) in usual
+            launched = as_launched(spec, item.task.name, item.task.key.rows, candidate)
+            assert tune_candidates.compilation(item, launched) in usual
         new += len(free.proposed(item)) - len(bound.proposed(item))
     assert new > 20
 
