@@ -505,7 +505,7 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
 
     try:
         # Metadata may be in any encoding; PyAV 19 takes that without being told.
-        options = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+        options: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
         with given.open() as file, av.open(file, format=given.video, **options) as container:
             stream = container.streams.best("video")  # as torchcodec does: the first may be a cover picture
             if stream is None:
