@@ -13,6 +13,7 @@ from tests.emulator.ptx import Instruction, Program, parse
 from tests.emulator.races import Race, Races
 from tests.emulator.tma import TensorMap
 from tests.emulator.wgmma import DEPTH, fragment, places, registers_of, sums_of
+from tests.kernels.test_aot import run
 
 RNG = np.random.default_rng(0)
 ANY = RNG.integers(0, 2**32, 4096, dtype=np.uint64).astype(np.uint32)
@@ -195,3 +196,21 @@ def test_a_program_of_no_kernel() -> None:
     with pytest.raises(ValueError, match="got none"):
         parse(".version 8.7")
     assert Program().kind("%r1") == ""
+
+
+COPIED = """
+import torch
+from fusedvit.kernels.store_outputs import store_outputs
+from tests.emulator.launches import emulated
+hidden, merged = torch.randn(4, 64), torch.randn(1, 64)
+to_hidden, to_merged = torch.zeros(4, 64), torch.zeros(1, 64)
+with emulated():
+    store_outputs(hidden, [merged], to_hidden, [to_merged])
+assert torch.equal(to_hidden, hidden) and torch.equal(to_merged, merged)
+"""
+
+
+def test_a_launch_is_compiled_and_run() -> None:
+    """The cheapest kernel: those that compute take minutes."""
+    done = run("-c", COPIED)
+    assert done.returncode == 0, done.stderr
