@@ -28,7 +28,8 @@ OLDER_TRANSFORMERS := 5.16.1 5.20.2
 OLDER_TESTS := autocast families family_models family_parents gemma4 generate own_code unsupported processors \
     padded_processors
 TORCHVISION := 0.28.0
-TORCHVISION_TESTS := processors padded_processors fuse_processor pixel_stream byte_patches
+TORCHVISION_TESTS := unit/test_cli_media \
+    $(addprefix hf/test_,processors padded_processors fuse_processor pixel_stream byte_patches)
 OLDEST_TRITON := 3.6.0
 MIDDLE_TRITON := 3.8.0
 NEWEST_TRITON := 3.9.0
@@ -128,7 +129,7 @@ test-hf-%: $(VENV)/transformers-%/.ready
 
 # Processors of torchvision's backend, and videos, which have no other. Operators that it asks for by name are made up.
 test-torchvision: $(VENV)/torchvision-$(TORCHVISION)/.ready
-	PYTHONPATH=$(CURDIR)/tests/serving/vllm/site:$(abspath $(<D)) $(PYTEST) $(PARALLEL) $(EVERY) $(TORCHVISION_TESTS:%=tests/hf/test_%.py)
+	PYTHONPATH=$(CURDIR)/tests/serving/vllm/site:$(abspath $(<D)) $(PYTEST) $(PARALLEL) $(EVERY) $(TORCHVISION_TESTS:%=tests/%.py)
 
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu

@@ -100,7 +100,8 @@ def _prepared(media: Media, layout: InputLayout) -> VisionInput:
 
 
 def _rows_of_video(frames: np.ndarray, layout: InputLayout) -> VisionInput:
-    """A video's patches by the image processor, which gets the frames as stills: bit for bit the video processor's.
+    """A video's patches by the image processor, which gets the frames as stills: bit for bit the video processor's, but
+    of frames lower or narrower than a merged patch, which the two resize to other sizes.
 
     frames: uint8 [F, H, W, 3]; temporal_patch_size (tp) of them are one step of the grid in time, the last one as often
     as it takes.

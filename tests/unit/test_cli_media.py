@@ -83,7 +83,6 @@ def test_odd_frame_count_repeats_the_last() -> None:
     assert torch.equal(last[0], last[1])
 
 
-@pytest.mark.gpu
 def test_agrees_with_the_video_processor() -> None:
     pytest.importorskip("torchvision")
     pytest.importorskip("av")
