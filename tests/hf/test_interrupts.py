@@ -150,7 +150,7 @@ def test_a_timeout_in_a_run_on_a_tower_that_has_changed() -> None:
         tower.merger.linear_fc2.bias = torch.nn.Parameter(bias.detach().clone())
         raise TookTooLong
 
-    with mock.patch("fusedvit.fused_encoder.attempt", late), pytest.raises(TookTooLong):
+    with mock.patch("fusedvit.calls.attempts.attempt", late), pytest.raises(TookTooLong):
         call.run(tower)
     call.run(tower)
     assert handle.stats()["fused"] == 2

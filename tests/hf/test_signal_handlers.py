@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE, until
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
 FILES = (
-    *("fused_encoder.py", "prepared_tower.py", "weight_cache.py", "fusedvit/stats.py"),
+    *("fused_encoder.py", "calls/attempts.py", "prepared_tower.py", "weight_cache.py", "fusedvit/stats.py"),
     *("graphs/manager.py", "captured_encoder.py"),
 )
 
