@@ -25,8 +25,8 @@ TORCH := torch==2.13.0 triton==3.7.1
 # A hub client that all accept. Of the range's oldest release, and of one that serving engines pin, a part of tests/hf.
 TRANSFORMERS := "transformers==5.24.*" "huggingface-hub<2"
 OLDER_TRANSFORMERS := 5.16.1 5.20.2
-OLDER_TESTS := autocast families family_models family_parents gemma4 generate own_code unsupported processors \
-    padded_processors
+OLDER_TESTS := autocast families family_models family_parents gemma4 generate gradient_checkpointing own_code \
+    unsupported processors padded_processors
 TORCHVISION := 0.28.0
 TORCHVISION_TESTS := unit/test_cli_media \
     $(addprefix hf/test_,processors padded_processors fuse_processor pixel_stream byte_patches)

@@ -26,9 +26,10 @@ _PLAIN = (int, float, str, type(None))  # other options, such as passes over the
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 _OPTIONS = {bool, str, type(None)}  # types of its plain options
 _CHECKPOINT = Definition("torch.utils.checkpoint", "checkpoint")
-_OFFLOADED_CHECKPOINT = Definition(  # transformers' own around torch's
-    "transformers.modeling_utils", "PreTrainedModel._activation_checkpointing_enable.<locals>.checkpoint_func"
-)
+_OFFLOADED_CHECKPOINT = [  # transformers' own around torch's, as each of its releases names it
+    Definition("transformers.modeling_utils", f"PreTrainedModel.{method}.<locals>.checkpoint_func")
+    for method in ("gradient_checkpointing_enable", "_activation_checkpointing_enable")
+]
 
 
 def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
@@ -64,7 +65,7 @@ def _is_torchs_checkpoint(function: object) -> bool:
         if function.args or not {*map(type, function.keywords.values())} <= _OPTIONS:
             return False
         function = function.func
-    if isinstance(function, FunctionType) and definition_of(function) == _OFFLOADED_CHECKPOINT:
+    if isinstance(function, FunctionType) and definition_of(function) in _OFFLOADED_CHECKPOINT:
         function = function.__globals__.get("checkpoint")
     while isinstance(function, FunctionType) and (inner := wrapped_by(function)) is not None:
         found = definition_of(function)  # torch wraps it to keep its compiler away

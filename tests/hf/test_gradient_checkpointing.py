@@ -5,6 +5,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -372,13 +373,15 @@ def test_a_checkpointing_function_of_the_class(monkeypatch: pytest.MonkeyPatch) 
 def test_transformers_own_checkpointing(offload: bool) -> None:
     """Switched off and on again, as trainers do around evaluations, it is not judged again."""
     tower = family_tower(NAME).train()
+    enable = getattr(tower, "activation_checkpointing_enable", tower.gradient_checkpointing_enable)
+    if offload and "offload" not in inspect.signature(enable).parameters:
+        pytest.skip("this release of transformers does not offload what a checkpoint keeps")
     tower._set_gradient_checkpointing(False)
     handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, MIX)
     call.record(tower)
     with mock.patch.object(CheckedTower, "reason", side_effect=AssertionError("judged again")):
         for _ in range(2):
-            options = {"offload": True} if offload else {}
-            getattr(tower, "activation_checkpointing_enable", tower.gradient_checkpointing_enable)(**options)
+            enable(**({"offload": True} if offload else {}))
             call.record(tower)
             tower._set_gradient_checkpointing(False)
             call.record(tower)
