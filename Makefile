@@ -66,8 +66,9 @@ EVERY := $(if $(HAS_GPU),-m "not gpu")
 
 .DEFAULT_GOAL := help
 .PRECIOUS: $(VENV)/transformers-%/.ready $(VENV)/torchvision-%/.ready $(ENGINES)/%/.ready
-.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-torchvision test-gpu test-serving test-vllm \
-    test-sglang test-dynamo test-ray aot aot-chips aot-matrix clean
+.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-torchvision test-gpu \
+    test-serving test-vllm test-vllm-processes test-vllm-towers test-sglang test-dynamo test-ray aot aot-chips \
+    aot-matrix clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -139,9 +140,18 @@ test-serving: test-vllm test-sglang test-dynamo test-ray
 
 ON_A_CPU := DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/serving/vllm/site
 IN_ENGINE = $(ENGINES)/$(@:test-%=%)/bin/python -m pytest -q -p no:cacheprovider tests/serving/$(@:test-%=%)
+IN_VLLM := $(ON_A_CPU) VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 FUSEDVIT_OLDEST_VLLM=$(abspath $(OLDER_VLLM)) \
+    $(ENGINES)/vllm/bin/python -m pytest -q -p no:cacheprovider
+WITH_RANKS := tests/serving/vllm/test_vllm_processes.py
 
-test-vllm: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
-	$(ON_A_CPU) VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 FUSEDVIT_OLDEST_VLLM=$(abspath $(OLDER_VLLM)) $(IN_ENGINE)
+# In halves, for make -j.
+test-vllm: test-vllm-processes test-vllm-towers
+
+test-vllm-processes: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
+	$(IN_VLLM) $(WITH_RANKS)
+
+test-vllm-towers: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
+	$(IN_VLLM) tests/serving/vllm --ignore=$(WITH_RANKS)
 
 # Its compiled functions would take a compiler longer than the tests do.
 test-sglang: $(ENGINES)/sglang/.ready
@@ -167,10 +177,10 @@ $(OLDER_VLLM)/.ready: $(SETUP)
 	@touch $@
 
 # Kernels compiled ahead of time, which needs no GPU. On the installed Triton: for Hopper, one of those that differ in
-# sizes or 16-bit types alone; for Ampere, Ada and smaller Blackwell a sample (make aot-chips has every tower).
+# sizes or 16-bit types alone; for Ampere and smaller Blackwell a sample (aot-matrix has Ada, aot-chips every tower).
 aot: $(SETUP)
 	$(AHEAD) --alike --arch 90
-	$(AHEAD) $(SAMPLE) --arch 80 86 89 120
+	$(AHEAD) $(SAMPLE) --arch 86 120
 
 # Every tower on every architecture that is not Hopper's, within its shared memory: half an hour on one core.
 aot-chips: $(SETUP)
@@ -193,7 +203,7 @@ aot-matrix: $(SETUP)
 	    case $$version in \
 	        $(MIDDLE_TRITON)) compile $(SAMPLE) --arch 90; continue;; \
 	        $(OLDEST_TRITON)) chips="80 100"; emulated="tables or 72-fp16";; \
-	        *) chips="80 86 89 100 120"; emulated="72-fp16 or hopper-bf16 or swap_ab-bf16";; \
+	        *) chips="80 89 100 120"; emulated="72-fp16 or hopper-bf16 or swap_ab-bf16";; \
 	    esac; \
 	    compile --alike --arch 90 --dtype bf16 --budget 4096; \
 	    compile $(SAMPLE) --arch $$chips; \

@@ -19,6 +19,7 @@ from fusedvit.forks import is_held
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.pixels.byte_processors import STATE
 from tests.support.graphs_on_cpu import GRID, LIMITS
+from tests.support.places import Places
 from tests.support.processors import image_processor
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
 from tests.unit.graphs.stand_in import graphs_on_cpu
@@ -34,23 +35,20 @@ def small_tower() -> Any:
     return tiny_tower(depth=1, deepstack_visual_indexes=[0])
 
 
-def interrupted(act: Callable[[], object], at: int, *files: str, kind: type[BaseException] = KeyboardInterrupt) -> str:
+def interrupted(
+    act: Callable[[], object], at: int, *files: str, kind: type[BaseException] = KeyboardInterrupt, visits: int = 2
+) -> str:
     """Where in `files` an interrupt landed, as `act` came to place number `at` there; "" if it has fewer.
 
     It is raised by `act` in the end, whatever `kind` of exception it is, unless it landed where Python can raise
     nothing: as a generator is closed that nobody holds any more.
-
-    CPython handles signals where a function of Python begins, and where one of C has returned.
     """
-    places, where = 0, ""
+    places, where = Places(*files, visits=visits), ""
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal places, where
-        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(files):
-            places += 1
-            if places == at:
-                where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise kind
+        nonlocal where
+        if not where and (where := places.comes_to(at, frame, event)):
+            raise kind
 
     sys.setprofile(note)
     try:
@@ -99,13 +97,13 @@ def test_a_timeout_while_a_tower_is_judged() -> None:
     usual = [function() for function in kept]
     at, where = 0, "somewhere"
     while where:
-        at += 13  # there are some thousand places
+        at += 1
         as_built._kept.clear()
         for function in kept:
             function.cache_clear()
         tower = copy_of(base)
         handle = fusedvit.fuse(tower)
-        where = interrupted(lambda tower=tower: call.run(tower), at, CHECKED, RECORDED, kind=TimeoutError)
+        where = interrupted(lambda tower=tower: call.run(tower), at, CHECKED, RECORDED, kind=TimeoutError, visits=1)
         call.run(tower)
         assert handle.stats()["original"] == {}, where
         assert [function() for function in kept] == usual
@@ -122,10 +120,10 @@ def test_a_timeout_while_a_refusal_is_kept() -> None:
     base, at, where = small_tower(), 0, "somewhere"
     base.merger.linear_fc2.bias.data = base.merger.linear_fc2.bias.data.double()
     while where:
-        at += 13  # as above
+        at += 1
         tower = copy_of(base)
         handle = fusedvit.fuse(tower)
-        where = interrupted(handle.weights.prepare, at, CACHE, CHANGES, kind=TimeoutError)
+        where = interrupted(handle.weights.prepare, at, CACHE, CHANGES, kind=TimeoutError, visits=1)
         assert str(handle.reason()).startswith("several dtypes"), where
 
 

@@ -18,7 +18,7 @@ from fusedvit.checks import fallback
 from fusedvit.graphs.limits import check_limits
 from fusedvit.prepared_tower import MOST_MOVES
 from fusedvit.runtime import readback
-from tests.support.families import INSTALLED, each_of, family_tower
+from tests.support.families import SHAPES, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
     Call,
@@ -68,7 +68,7 @@ _somebody_elses: list[torch.Tensor] = []
 MOVES = [other_memory, freed_and_taken_again, gathered]
 
 
-@each_of(INSTALLED)
+@each_of(SHAPES)
 @pytest.mark.parametrize("move", MOVES, ids=lambda f: f.__name__)
 def test_parameters_that_move_are_followed(move: Callable[[torch.Tensor], None], name: str) -> None:
     """All of them, then each by itself: the same answer, and nothing prepared anew."""
@@ -195,7 +195,7 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError
 
 
-@each_of(INSTALLED)
+@each_of(SHAPES)
 def test_freed_and_empty_parameters_are_left_to_the_original(name: str) -> None:
     """What it does with them is its own affair: ours reads nothing through them, and runs again when they are back."""
     for freed in ("freed", "empty", "wrapper"):
@@ -243,7 +243,7 @@ def garble(tensors: Any) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("level", [1, 2])
-@each_of(INSTALLED)
+@each_of(SHAPES)
 def test_sleep(name: str, level: int, graphs: bool) -> None:
     """A serving engine's sleep modes: memory comes back at the same addresses; at level 1 with its content, at level 2
     with any, and the engine writes the parameters again."""
@@ -280,7 +280,7 @@ def alive(storages: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@each_of(INSTALLED)
+@each_of(SHAPES)
 def test_memory_goes_with_the_model(name: str, graphs: bool) -> None:
     """At once, without a collection of cycles, and while the handle lives."""
     model = nn.ModuleList([family_tower(name)])
@@ -316,7 +316,7 @@ def test_memory_goes_with_a_whole_model() -> None:
     assert alive(held) == 0
 
 
-@each_of(INSTALLED)
+@each_of(SHAPES)
 def test_memory_goes_with_unfuse(name: str) -> None:
     tower = family_tower(name)
     call, handle = Call.of(tower, SMALL), fusedvit.fuse(tower)
@@ -343,7 +343,7 @@ def test_memory_goes_with_unfuse(name: str) -> None:
     del expected
 
 
-@each_of(INSTALLED)
+@each_of(SHAPES)
 @pytest.mark.parametrize("move", [lambda t: t.to("meta"), lambda t: t.half(), lambda t: t.double()])
 def test_memory_goes_when_parameters_move_away(move: Callable[[nn.Module], object], name: str) -> None:
     tower = family_tower(name)
@@ -393,7 +393,7 @@ def answers(request: pytest.FixtureRequest) -> Callable[[Any, Call], dict[str, t
 Answers = Callable[[Any, Call], dict[str, torch.Tensor]]
 
 
-@each_of(INSTALLED)
+@each_of(SHAPES)
 def test_outputs_are_tensors_of_their_own(name: str, answers: Answers) -> None:
     """Each has a storage of exactly its size, is no view, and survives what is done to the others."""
     tower = family_tower(name)
@@ -418,7 +418,7 @@ def test_outputs_are_tensors_of_their_own(name: str, answers: Answers) -> None:
             assert t.equal(expected[n]), f"{n} after {victim} was freed"
 
 
-@each_of(INSTALLED)
+@each_of(SHAPES)
 def test_concatenated(name: str) -> None:
     tower = family_tower(name)
     call = Call.of(tower, SMALL)

@@ -14,6 +14,7 @@ import torch
 import fusedvit
 from fusedvit.checks import fallback
 from tests.support.graphs_on_cpu import GRID, LIMITS
+from tests.support.places import Places
 from tests.support.towers import Call, assert_same, copy_of, vision_tower
 from tests.support.waiting import PATIENCE, until
 from tests.unit.graphs.stand_in import graphs_on_cpu
@@ -34,16 +35,13 @@ def answers() -> Iterator[Callable[[Callable[[], object]], None]]:
 
 def signalled(act: Callable[[], Any], at: int) -> tuple[Any, str]:
     """What `act` returns, and where the signal came, at place number `at` of `FILES`; "" if there are fewer."""
-    left, where = at, ""
+    places, where = Places(*FILES), ""
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal left, where
-        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(FILES):
-            left -= 1
-            if left == 0:
-                where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGUSR1)
+        nonlocal where
+        if where := places.comes_to(at, frame, event):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
 
     sys.setprofile(note)
     try:

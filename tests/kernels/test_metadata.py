@@ -28,6 +28,7 @@ from tests.kernels.metadata_cases import Grid, fill, frames_of, grids, tiles_of,
 from tests.kernels.support import count, padded
 
 EXAMPLES = 25
+IN_THE_INTERPRETER = EXAMPLES if torch.cuda.is_available() else 10  # a second each
 
 
 def assert_same(ours: Metadata, ref: Metadata, tokens: int) -> None:
@@ -56,7 +57,7 @@ def assert_padding(meta: Metadata, grid: Grid, block_m: int) -> None:
     assert (meta.tiles[tiles:] == 0).all()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=IN_THE_INTERPRETER, deadline=None)
 @given(grids(2, 8), st.sampled_from([16, 64]), st.integers(0, 200))
 @example([], 16, 0)
 @example([], 16, 3)  # nothing in room for something
@@ -138,7 +139,7 @@ def test_far_positions_keep_their_angles(device: torch.device) -> None:
 WINDOWED = {"window": 8, "head_dim": 16, "side": 0}
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=IN_THE_INTERPRETER, deadline=None)
 @given(grids(2, 6), st.sampled_from([16, 64, 128]), st.integers(0, 40))
 @example([], 64, 0)
 @example([], 64, 3)
@@ -159,7 +160,7 @@ def test_windows_match_the_reference(device: torch.device, grid: Grid, block_m: 
     assert (ours.window_cu_seqlens[len(windows) :] == sum(windows)).all() and (ours.window_tiles[tiles:] == 0).all()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=IN_THE_INTERPRETER, deadline=None)
 @given(grids(2, 8), st.sampled_from([16, 64]), st.sampled_from([1, 4, 24, 10**6]), st.integers(0, 40))
 @example([(1, 4, 6), (1, 4, 8), (2, 2, 2)], 16, 24, 0)  # a frame of the limit, one past it
 @example([(1, 2, 2)] * 20 + [(3, 10, 10)] * 20, 16, 24, 3)  # more of both than a program's block of 32
@@ -197,7 +198,7 @@ def test_windows_are_those_of_hugging_face(grid: Grid) -> None:
     assert meta.window_cu_seqlens.tolist() == cu_seqlens.tolist()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=IN_THE_INTERPRETER, deadline=None)
 @given(grids(2, 4))
 @example([(1, 48, 2), (1, 6, 40)])
 def test_bicubic_taps_match_the_reference(device: torch.device, grid: Grid) -> None:

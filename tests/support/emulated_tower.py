@@ -20,11 +20,14 @@ from tests.support.towers import Grid, assert_bitwise, assert_rule, copy_of, pat
 
 GRID: Grid = [(1, 8, 12), (2, 4, 4), (1, 2, 2)]
 IMAGES: Grid = [(1, 8, 12), (1, 8, 4), (1, 2, 2)]  # as many patches; GLM-4V is handed videos frame by frame
-_QWEN3 = {"depth": 2, "deepstack_visual_indexes": [0], "num_heads": 2, "out_hidden_size": 64}
 TOWERS: dict[str, tuple[str, dict[str, Any]]] = {  # class, what differs from its tiny config
-    "hd72": ("Qwen3VLVisionModel", {**_QWEN3, "hidden_size": 144, "intermediate_size": 280}),
-    "hd64": ("Qwen3VLVisionModel", {**_QWEN3, "hidden_size": 256, "intermediate_size": 384, "num_heads": 4}),
-    "hd80": ("Qwen2VisionTransformerPretrainedModel", {"embed_dim": 160}),
+    "hd72": (
+        "Qwen3VLVisionModel",
+        {
+            **{"hidden_size": 144, "intermediate_size": 280, "num_heads": 2},
+            **{"depth": 2, "deepstack_visual_indexes": [0], "out_hidden_size": 64},
+        },
+    ),
     "windows": (
         "Qwen2_5_VisionTransformerPretrainedModel",
         {"hidden_size": 160, "intermediate_size": 228, "depth": 2, "fullatt_block_indexes": [1]},

@@ -10,7 +10,7 @@ CLASSES = {"qk_norm": "Glm5NextVisionModel", "clipped": "Gemma4VisionModel"}  # 
 
 
 @pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
-@pytest.mark.parametrize("tower", ["hd72", "hd64", "hd80", "windows", "hd128", "qk_norm", "clipped"])
+@pytest.mark.parametrize("tower", ["hd72", "windows", "hd128", "qk_norm", "clipped"])
 def test_tower(tower: str) -> None:
     if tower in CLASSES and not is_installed(CLASSES[tower]):
         pytest.skip(f"this transformers has no {CLASSES[tower]}")

@@ -35,13 +35,14 @@ def test_attention(head_dim: int, dtype: str) -> None:
     [
         pytest.param("hopper", "bf16", 19, marks=needs_gluon),
         pytest.param("swap_ab", "bf16", 12, marks=needs_gluon),
-        pytest.param("swap_ab", "fp16", 12, marks=needs_gluon),
+        pytest.param("swap_ab", "fp16", 4, marks=needs_gluon),
         ("triton", "bf16", 8),
     ],
 )
 def test_products(backend: str, dtype: str, cases: int) -> None:
-    """Every kind of tile and epilogue."""
-    says_right(cases, "tests.emulator.kernels.linear", "--backend", backend, "--dtype", dtype)
+    """Every kind of tile and epilogue; in fp16, which changes the types of a few instructions, some."""
+    command = ("tests.emulator.kernels.linear", "--backend", backend, "--dtype", dtype)
+    says_right(cases, *command, *(["--short"] if dtype == "fp16" else []))
 
 
 @needs_gluon

@@ -20,7 +20,7 @@ from fusedvit.serving.ray import embed
 
 def shards(model: str, pictures: str, out: str) -> None:
     """Two actors with the tower, one that decodes; a shard's line when it is committed."""
-    job = Job(model, (pictures,), out, shard_size=64)
+    job = Job(model, (pictures,), out, shard_size=32)
     embed(job, actors=2, decoders=1, gpus=0, done=lambda shard: print(json.dumps(shard), flush=True))
 
 
