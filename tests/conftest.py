@@ -19,6 +19,7 @@ torch.set_num_threads(1)  # PyTorch's OpenMP threads do not survive a fork: test
 SLOW = (
     "tests/emulator/kernels/test_emulated_kernels.py",  # 300
     "tests/unit/test_emulated_tower.py",  # 75
+    "tests/kernels/test_aot.py::test_command_passes_on_what_ships",  # 10
     "tests/kernels/test_aot.py::test_what_is_compiled_is_what_whole_towers_launch",  # 28
     "tests/kernels/test_hopper_attention.py::test_what_is_found_by_address_lies_where_shared_memory_begins",  # 21
     "tests/kernels/test_hopper_attention.py::test_what_ships_compiles_clean",  # 8
