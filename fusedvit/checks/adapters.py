@@ -147,7 +147,7 @@ def _why_not(layer: Any) -> str:
 
 
 def _why_not_adapter(layer: Any, name: str) -> str:
-    variant = layer.lora_variant.get(name)
+    variant = getattr(layer, "lora_variant", {}).get(name)  # PEFT before 0.16 knows DoRA alone
     if variant is not None or layer.use_dora.get(name):
         return f"is of another kind than LoRA ({type(variant).__name__ if variant is not None else 'DoRA'})"
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]

@@ -470,11 +470,12 @@ def _facts_of(given: _Given, limits: Limits) -> tuple[VideoFacts, int | None]:
 
     Frames are counted as packets: the header's count may be absent or wrong, and packets need no decoding. Packets that
     an edit list leaves out (in a video trimmed without re-encoding) are decoded but not shown. Only an AVI's index
-    is compared: other containers' indices grow while packets are read, or leave frames out.
+    is compared: other containers' indices grow while packets are read, or leave frames out. PyAV shows it from 17 on.
     """
     count, packets, times = 0, 0, []
     with _video_stream(given) as (container, stream):
-        indexed = sum(entry.size > 0 for entry in stream.index_entries) if given.video == "avi" else 0
+        index = getattr(stream, "index_entries", ()) if given.video == "avi" else ()
+        indexed = sum(entry.size > 0 for entry in index)
         for packet in container.demux(stream):
             if packet.is_corrupt:
                 raise MediaError(f"{given.shown}: cut off: frame {count} is not whole")

@@ -379,6 +379,15 @@ OTHER_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_layers_without_variants() -> None:
+    """As PEFT before 0.16 makes them."""
+    pair = Pair()
+    for layer in layers(pair.model):
+        vars(layer).pop("lora_variant", None)
+    pair.same()
+    ran_fused(pair.handle, calls=2)
+
+
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_adapters_of_other_kinds_that_are_idle(kind: str) -> None:
     """Loaded and not active, merged, or switched off: what they would run is not run."""

@@ -114,7 +114,7 @@ def run(**arguments):
 env.run, sys.argv = run, ["fusedvit", "env"]
 main()"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 3 and said in done.stderr.splitlines()[-1], done.stderr
+    assert done.returncode == 3 and said in done.stderr.strip().splitlines()[-1], done.stderr
     assert ("Traceback" in done.stderr) == ("Error" in raises)
 
 

@@ -2,13 +2,17 @@
 
 import io
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fusedvit.pixels import media
 from fusedvit.pixels.containers import missing_bytes
 from fusedvit.pixels.media import MediaError, load_one
 
@@ -80,12 +84,33 @@ def test_an_avi_without_an_index() -> None:
     assert load_one(encoded("avi", {}, "mjpeg").replace(b"idx1", b"JUNK"), frames=1).source_frames == FRAMES
 
 
-def test_a_hole_in_an_avi() -> None:
+def _avi_with_a_hole() -> bytes:
     data = bytearray(encoded("avi", {}, "mjpeg"))
     middle = len(data) // 2
     data[middle : middle + len(data) // 4] = bytes(len(data) // 4)
+    return bytes(data)
+
+
+def test_a_hole_in_an_avi() -> None:
+    if not hasattr(av.stream.Stream, "index_entries"):
+        pytest.skip("PyAV shows no index before 17")
     with pytest.raises(MediaError, match=f"{FRAMES} frames by its index, got 8"):
-        load_one(bytes(data), frames=FRAMES)
+        load_one(_avi_with_a_hole(), frames=FRAMES)
+
+
+def test_an_avi_whose_index_pyav_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = media._video_stream
+
+    @contextmanager
+    def without_an_index(given: Any) -> Iterator[tuple[Any, Any]]:
+        with opened(given) as (container, stream):
+            known = {name: getattr(stream, name) for name in ("average_rate", "width", "height")}
+            reads = {name: lambda _, read=name: getattr(container, read)(stream) for name in ("demux", "decode")}
+            yield SimpleNamespace(**reads), SimpleNamespace(**known)
+
+    monkeypatch.setattr(media, "_video_stream", without_an_index)
+    assert load_one(encoded("avi", {}, "mjpeg"), frames=FRAMES).source_frames == FRAMES
+    assert load_one(_avi_with_a_hole(), frames=FRAMES).source_frames < FRAMES
 
 
 def ebml(length: bytes, content: int) -> bytes:
