@@ -67,9 +67,9 @@ def is_foreign_name(value: object, name: str, homes: tuple[str, ...] = ("torch."
     return not known or value.__name__ != name
 
 
-def is_operator(value: object, module: ModuleType, name: str) -> bool:
-    """Whether `value`, found in `module` under `name`, is the operator that torch keeps there: `torch.ops.a.b`."""
-    kept = f"{module.__name__.removeprefix('torch.ops.')}::{name}"
+def is_operator(value: object, namespace: str, name: str) -> bool:
+    """Whether `value` is an operator that torch keeps as `torch.ops.NAMESPACE.NAME`."""
+    kept = f"{namespace.removeprefix('torch.ops.')}::{name}"
     return name_of(type(value)) == "torch._ops.OpOverloadPacket" and getattr(value, "_qualified_op_name", "") == kept
 
 

@@ -83,7 +83,7 @@ class TorchNames:
         for name in sorted(mentioned & vars(module).keys()):
             value = vars(module)[name]
             self.found.note_slot(module, name)
-            foreign = is_foreign_object(value, self._engine) and not is_operator(value, module, name)
+            foreign = is_foreign_object(value, self._engine) and not is_operator(value, module.__name__, name)
             if foreign or is_foreign_name(value, name):
                 self.found.note_foreign(f"{module.__name__}.{name} is {describe(value)}")
             elif isinstance(value, ModuleType):

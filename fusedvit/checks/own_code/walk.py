@@ -16,6 +16,7 @@ from fusedvit.checks.ownership import (
     is_foreign_name,
     is_foreign_object,
     is_of_python,
+    is_operator,
     sets_gradients,
 )
 from fusedvit.checks.source_code import (
@@ -162,6 +163,8 @@ class CodeWalk:
             return
         self.found.note_slot(module, name)
         value = held_function(value)
+        if is_operator(value, self.engine.towers[0].partition(".")[0], name):
+            return  # an engine may keep, in place of its function, the operator that it made of it
         if isinstance(value, FunctionType) or defines_function(module.__name__, name):
             self._follow_function(value, module, name)
         elif is_foreign_object(value, self.engine) or self._is_of_others(value, module, name):

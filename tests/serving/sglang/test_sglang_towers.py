@@ -15,6 +15,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers import layernorm_sp
 from sglang.srt.layers.attention import vision
+from sglang.srt.layers.quantization import unquant
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
 from sglang.srt.models import qwen2_5_vl, qwen3_vl
@@ -293,6 +294,15 @@ def test_a_function_that_code_finds_in_a_module_is_replaced(monkeypatch: pytest.
     monkeypatch.setattr(layernorm_sp, "column_parallel_g_matmul", lambda *_: None)
     assert close(embed(tower, IMAGES), own(tower, IMAGES)) and handle_of(tower).stats()["fused"] == 1
     assert "layernorm_sp.column_parallel_g_matmul" in str(handle_of(tower).reason())
+
+
+@pytest.mark.parametrize("name", ("bf16_gemm_dispatch", "fused_inplace_qknorm"))
+def test_an_operator_stands_for_its_function_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.21 and 0.5.22 keep operators where 0.5.23 keeps the functions that it makes them of."""
+    tower = tower_of(loaded(build()))
+    monkeypatch.setattr(unquant, "bf16_gemm_dispatch", getattr(torch.ops.sglang, name))
+    found = str(handle_of(tower).reason())
+    assert ("unquant.bf16_gemm_dispatch is an object" in found) == (name != "bf16_gemm_dispatch"), found
 
 
 COMPILED: dict[str, tuple[Callable[[Any], Any], bool]] = {  # whether it computes what the function does
