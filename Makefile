@@ -34,6 +34,7 @@ OLDEST_TRITON := 3.6.0
 MIDDLE_TRITON := 3.8.0
 NEWEST_TRITON := 3.9.0
 OLDEST_VLLM := 0.26.0
+OLDEST_SGLANG := 0.5.21
 
 ifdef PY
 SETUP :=
@@ -53,6 +54,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 TYPED := $(VENV)/typed
 ENGINES := $(VENV)/engines
 OLDER_VLLM := $(VENV)/vllm-$(OLDEST_VLLM)
+OLDER_SGLANG := $(VENV)/sglang-$(OLDEST_SGLANG)
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 FOLDERS := tests/unit/test_compiled_kernels.py
@@ -65,7 +67,7 @@ QUICK := $(if $(HAS_GPU),not slow and not gpu,not slow)
 EVERY := $(if $(HAS_GPU),-m "not gpu")
 
 .DEFAULT_GOAL := help
-.PRECIOUS: $(VENV)/transformers-%/.ready $(VENV)/torchvision-%/.ready $(ENGINES)/%/.ready
+.PRECIOUS: $(VENV)/transformers-%/.ready $(VENV)/torchvision-%/.ready $(VENV)/sglang-%/.ready $(ENGINES)/%/.ready
 .PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-torchvision test-gpu \
     test-serving test-vllm test-vllm-processes test-vllm-towers test-sglang test-dynamo test-ray aot aot-chips \
     aot-matrix clean
@@ -86,13 +88,17 @@ $(VENV)/.ready: pyproject.toml
 	$(PIP) --no-build-isolation $(TRANSFORMERS) --editable ".[test,dev]"
 	@touch $@
 
-# Another transformers, or torchvision, to be put in front of the first packages through PYTHONPATH.
+# Another transformers, torchvision or SGLang, to be put in front of the first packages through PYTHONPATH.
 $(VENV)/transformers-%/.ready: $(SETUP)
 	$(PIP) --no-deps --upgrade --target $(@D) transformers==$*
 	@touch $@
 
 $(VENV)/torchvision-%/.ready: $(SETUP)
 	$(PIP) --no-deps --upgrade --target $(@D) torchvision==$*
+	@touch $@
+
+$(VENV)/sglang-%/.ready: $(SETUP)
+	$(PIP) --no-deps --upgrade --target $(@D) sglang==$*
 	@touch $@
 
 demo: $(SETUP)
@@ -139,7 +145,6 @@ test-gpu: $(SETUP)
 test-serving: test-vllm test-sglang test-dynamo test-ray
 
 ON_A_CPU := DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/serving/vllm/site
-IN_ENGINE = $(ENGINES)/$(@:test-%=%)/bin/python -m pytest -q -p no:cacheprovider tests/serving/$(@:test-%=%)
 IN_VLLM := $(ON_A_CPU) VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 FUSEDVIT_OLDEST_VLLM=$(abspath $(OLDER_VLLM)) \
     $(ENGINES)/vllm/bin/python -m pytest -q -p no:cacheprovider
 WITH_RANKS := tests/serving/vllm/test_vllm_processes.py
@@ -153,12 +158,15 @@ test-vllm-processes: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
 test-vllm-towers: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
 	$(IN_VLLM) tests/serving/vllm --ignore=$(WITH_RANKS)
 
-# Its compiled functions would take a compiler longer than the tests do.
-test-sglang: $(ENGINES)/sglang/.ready
-	$(ON_A_CPU):$(CURDIR)/tests/serving/sglang/site TORCHDYNAMO_DISABLE=1 $(IN_ENGINE)
+# Its compiled functions would take a compiler longer than the tests do. Of the oldest release, towers alone.
+IN_SGLANG := TORCHDYNAMO_DISABLE=1 $(ENGINES)/sglang/bin/python -m pytest -q -p no:cacheprovider tests/serving/sglang
+
+test-sglang: $(ENGINES)/sglang/.ready $(OLDER_SGLANG)/.ready
+	$(ON_A_CPU):$(CURDIR)/tests/serving/sglang/site $(IN_SGLANG)
+	$(ON_A_CPU):$(CURDIR)/tests/serving/sglang/site:$(abspath $(OLDER_SGLANG)) $(IN_SGLANG)/test_sglang_towers.py
 
 test-dynamo test-ray: test-%: $(ENGINES)/%/.ready
-	$(ON_A_CPU) $(IN_ENGINE)
+	$(ON_A_CPU) $(ENGINES)/$*/bin/python -m pytest -q -p no:cacheprovider tests/serving/$*
 
 $(ENGINES)/%/.ready: tests/serving/%/requirements.txt pyproject.toml $(SETUP)
 	@echo "installing $* without its CUDA packages into $(@D): a minute"
