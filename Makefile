@@ -145,8 +145,9 @@ test-gpu: $(SETUP)
 test-serving: test-vllm test-sglang test-dynamo test-ray
 
 ON_A_CPU := DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/serving/vllm/site
+ENGINE_PYTEST := python -m pytest -q -p no:cacheprovider
 IN_VLLM := $(ON_A_CPU) VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 FUSEDVIT_OLDEST_VLLM=$(abspath $(OLDER_VLLM)) \
-    $(ENGINES)/vllm/bin/python -m pytest -q -p no:cacheprovider
+    $(ENGINES)/vllm/bin/$(ENGINE_PYTEST)
 WITH_RANKS := tests/serving/vllm/test_vllm_processes.py
 
 # In halves, for make -j.
@@ -158,15 +159,15 @@ test-vllm-processes: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
 test-vllm-towers: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
 	$(IN_VLLM) tests/serving/vllm --ignore=$(WITH_RANKS)
 
-# Its compiled functions would take a compiler longer than the tests do. Of the oldest release, towers alone.
-IN_SGLANG := TORCHDYNAMO_DISABLE=1 $(ENGINES)/sglang/bin/python -m pytest -q -p no:cacheprovider tests/serving/sglang
+# SGLang's compiled functions would take a compiler longer than the tests do. Of the oldest release, towers alone.
+IN_SGLANG := TORCHDYNAMO_DISABLE=1 $(ENGINES)/sglang/bin/$(ENGINE_PYTEST) tests/serving/sglang
 
 test-sglang: $(ENGINES)/sglang/.ready $(OLDER_SGLANG)/.ready
 	$(ON_A_CPU):$(CURDIR)/tests/serving/sglang/site $(IN_SGLANG)
 	$(ON_A_CPU):$(CURDIR)/tests/serving/sglang/site:$(abspath $(OLDER_SGLANG)) $(IN_SGLANG)/test_sglang_towers.py
 
 test-dynamo test-ray: test-%: $(ENGINES)/%/.ready
-	$(ON_A_CPU) $(ENGINES)/$*/bin/python -m pytest -q -p no:cacheprovider tests/serving/$*
+	$(ON_A_CPU) $(ENGINES)/$*/bin/$(ENGINE_PYTEST) tests/serving/$*
 
 $(ENGINES)/%/.ready: tests/serving/%/requirements.txt pyproject.toml $(SETUP)
 	@echo "installing $* without its CUDA packages into $(@D): a minute"

@@ -69,7 +69,7 @@ def is_foreign_name(value: object, name: str, homes: tuple[str, ...] = ("torch."
 
 def is_operator(value: object, namespace: str, name: str) -> bool:
     """Whether `value` is an operator that torch keeps as `torch.ops.NAMESPACE.NAME`."""
-    kept = f"{namespace.removeprefix('torch.ops.')}::{name}"
+    kept = f"{namespace}::{name}"
     return name_of(type(value)) == "torch._ops.OpOverloadPacket" and getattr(value, "_qualified_op_name", "") == kept
 
 

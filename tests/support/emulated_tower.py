@@ -24,8 +24,12 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {  # class, what differs from it
     "hd72": (
         "Qwen3VLVisionModel",
         {
-            **{"hidden_size": 144, "intermediate_size": 280, "num_heads": 2},
-            **{"depth": 2, "deepstack_visual_indexes": [0], "out_hidden_size": 64},
+            "hidden_size": 144,
+            "intermediate_size": 280,
+            "num_heads": 2,
+            "depth": 2,
+            "deepstack_visual_indexes": [0],
+            "out_hidden_size": 64,
         },
     ),
     "windows": (

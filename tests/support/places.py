@@ -22,5 +22,7 @@ class Places:
             return ""
         line = frame.f_code.co_filename, frame.f_lineno, event
         self._seen[line] += 1
-        self.count += self._seen[line] <= self.visits
-        return f"{line[0]}:{line[1]}" if self.count == at and self._seen[line] <= self.visits else ""
+        if self._seen[line] > self.visits:
+            return ""
+        self.count += 1
+        return f"{line[0]}:{line[1]}" if self.count == at else ""

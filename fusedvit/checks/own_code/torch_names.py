@@ -80,10 +80,11 @@ class TorchNames:
     def _follow_names_of(self, module: ModuleType, mentioned: set[str]) -> list[ModuleType]:
         """Follows the mentioned names of a torch module; returns the modules among them."""
         inner: list[ModuleType] = []
+        namespace = module.__name__.removeprefix("torch.ops.")
         for name in sorted(mentioned & vars(module).keys()):
             value = vars(module)[name]
             self.found.note_slot(module, name)
-            foreign = is_foreign_object(value, self._engine) and not is_operator(value, module.__name__, name)
+            foreign = is_foreign_object(value, self._engine) and not is_operator(value, namespace, name)
             if foreign or is_foreign_name(value, name):
                 self.found.note_foreign(f"{module.__name__}.{name} is {describe(value)}")
             elif isinstance(value, ModuleType):
