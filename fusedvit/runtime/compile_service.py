@@ -48,12 +48,14 @@ class Request:
 
     Attributes:
         arch: what to compile for, as Triton numbers it (90).
+        ptxas: the version of ptxas that the kernels' keys name, as it says it.
         jobs: kernels by the digests of their keys.
         order: of these kernels among others that wait; the smallest goes first.
         urgent: somebody waits: they are compiled with the usual priority, and on every core.
     """
 
     arch: int
+    ptxas: str
     jobs: Mapping[str, KernelJob]
     order: float
     urgent: bool
@@ -84,6 +86,7 @@ class CompileService:
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: SimpleQueue[Request | None] = SimpleQueue()
         self._scratch = ""
+        self._settings: dict[str, str] = {}  # of Triton, with which the program was started
         self._starts = 0
         self._users = 0
         self._owner = os.getpid()
@@ -95,6 +98,7 @@ class CompileService:
 
         After a start that failed for lack of resources, a call `RETRY` seconds later tries again."""
         with self.changed:
+            self._follow_settings()
             if time.monotonic() >= self._again:
                 self.broken, self._again, self._starts = "", math.inf, 0
             if self._process is None and not self.broken and not self.ending.is_set() and _cache_is_empty():
@@ -110,6 +114,7 @@ class CompileService:
         A kernel that was compiled and is not found in the cache is sent again, `TRIES` times in all.
         """
         with self.changed:
+            self._follow_settings()
             new = {digest: job for digest, job in request.jobs.items() if digest not in self.failed}
             if self.broken or not new:
                 return
@@ -128,6 +133,18 @@ class CompileService:
                 self._start()
             else:
                 self._send(request)
+
+    def _follow_settings(self) -> None:
+        """Ends a program that was started with other settings of Triton than those of now: PyTorch's Inductor, vLLM and
+        SGLang set TRITON_CACHE_DIR when they first compile."""
+        settings = {name: value for name, value in self._environment().items() if name.startswith("TRITON_")}
+        if settings != self._settings:
+            self._settings = settings
+            self.done.clear()
+            self._tries.clear()
+            self._waiting.clear()  # whoever needs them finds out which of them the cache of now lacks
+            self._end_process()
+            self.changed.notify_all()
 
     @staticmethod
     def _goes_before(request: Request, known: Request | None) -> bool:

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 import triton
 from triton.backends.nvidia import driver as nvidia
+from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.runtime.cache import get_cache_manager
 
 from fusedvit.cores import CONTROL_GROUP, available_cores
@@ -42,6 +43,7 @@ LONGEST = 300.0  # seconds that one kernel may take
 TICK = 0.25  # seconds between two looks at the process that started this one
 TRIES = 2  # of a kernel whose child was killed
 BUSY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the system has no room for a process for now
+PTXAS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 NO_ROOM = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOENT)
 
 
@@ -136,6 +138,7 @@ class Worker:
         return bool(read)
 
     def _accept(self, request: Request) -> None:
+        _match_ptxas(request)
         running = {child.digest for child in self.children.values()}
         for digest, job in request.jobs.items():
             known = self.waiting.get(digest)
@@ -172,6 +175,12 @@ class Worker:
         triton.runtime.driver.set_active(AbsentGPU(waiting.arch))
         with loading_from_cache(FromCache(collect=True)) as mode:
             mode.find(waiting.job)  # what keys are made of is computed once, before the forks
+        if mode.digest not in ("", digest):
+            if lock >= 0:
+                os.close(lock)
+            error = f"the key of {waiting.job.name} is another one in the compiling process"
+            self._say(failed=digest, error=error, busy=True)
+            return
         reader, writer = os.pipe()
         try:
             pid = os.fork()
@@ -179,7 +188,7 @@ class Worker:
             self._do_without(digest, waiting, (reader, writer, lock), error)
             return
         if pid == 0:
-            _compile(waiting.job, writer, nice=not waiting.urgent, expected=digest in mode.missing)
+            _compile(waiting.job, writer, nice=not waiting.urgent)
         os.close(writer)
         with contextlib.suppress(OSError):  # here and in the child: whoever is first
             os.setpgid(pid, pid)
@@ -250,6 +259,15 @@ class Worker:
         return self.private
 
 
+def _match_ptxas(request: Request) -> None:
+    """Makes keys here name the version of ptxas that the other process's keys name: that process reads it once, and
+    PyTorch's Inductor may set TRITON_PTXAS_PATH later."""
+    if get_ptxas_version(request.arch) != request.ptxas:
+        for name in PTXAS:
+            os.environ.pop(name, None)
+        get_ptxas_version.cache_clear()
+
+
 def most_children(urgent: bool) -> int:
     """How many kernels are compiled at a time: by cores and free memory; unless urgent, one core stays free."""
     cores = available_cores()
@@ -307,7 +325,7 @@ def _said_of(error: OSError) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}", "errno": error.errno}
 
 
-def _compile(job: KernelJob, writer: int, nice: bool, expected: bool) -> None:
+def _compile(job: KernelJob, writer: int, nice: bool) -> None:
     """The child: compiles one kernel, reports the result, and ends."""
     said: dict[str, Any] = {}
     try:
@@ -315,8 +333,6 @@ def _compile(job: KernelJob, writer: int, nice: bool, expected: bool) -> None:
         end_with_parent()
         if nice:
             os.nice(NICENESS)
-        if not expected:
-            raise RuntimeError(f"the key of {job.name} is another one in the compiling process")
         kernel = job.build()
         build_launcher(kernel)
     except OSError as error:

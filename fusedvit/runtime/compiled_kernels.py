@@ -131,26 +131,32 @@ def end_with_parent() -> None:
 
 
 def enter_kernels(device: torch.device) -> None:
-    """Enters the kernels of the folder that `FUSEDVIT_KERNELS` names into Triton's cache, once per process and device.
+    """Enters the kernels of the folder that `FUSEDVIT_KERNELS` names into Triton's cache, once per process, device and
+    cache.
 
     Logs a warning if the folder does not match this machine. If the system cannot read or write now, the next call
     tries again. Nothing is raised: missing kernels are compiled here.
     """
-    folder = os.environ.get(VARIABLE)
-    if folder and device.type == "cuda":
-        failed = attempted(
-            lambda: _enter_kernels(Path(folder).absolute(), torch.device("cuda", device.index or 0)), OSError
-        )
+    named = os.environ.get(VARIABLE)
+    if named and device.type == "cuda":
+        folder, cache = Path(named).absolute(), triton.knobs.cache.dir
+        failed = attempted(lambda: _enter_kernels(folder, torch.device("cuda", device.index or 0), cache), OSError)
         if failed is not None:
-            logger.warning("fusedvit: the compiled kernels in %s are not used: %s", folder, failed)
+            logger.warning("fusedvit: the compiled kernels in %s are not used: %s", named, failed)
+
+
+def _enter_kernels(folder: Path, device: torch.device, cache: str) -> None:
+    """As `enter_kernels`, for a GPU. Raises OSError: the system cannot read or write, and may later."""
+    if _is_usable(folder, device):
+        _enter_somewhere(folder, cache)
 
 
 @lru_cache(maxsize=64)
-def _enter_kernels(folder: Path, device: torch.device) -> None:
-    """As `enter_kernels`, for a GPU.
+def _is_usable(folder: Path, device: torch.device) -> bool:
+    """Whether any of a folder's kernels are for `device`; a warning says what does not match.
 
     Raises:
-        OSError: the system cannot read or write, and may later: nothing is cached.
+        OSError: the system cannot read now, and may later: nothing is kept.
     """
     found = attempted(lambda: _read(folder, device), OSError, ValueError, KeyError, TypeError)
     if isinstance(found, Exception):
@@ -159,9 +165,7 @@ def _enter_kernels(folder: Path, device: torch.device) -> None:
     said, usable = found
     if said:
         logger.warning("fusedvit: the compiled kernels in %s: %s. What is missing is compiled here", folder, said)
-    if not usable:
-        return
-    _enter_somewhere(folder)
+    return usable
 
 
 def _raise_if_passing(error: Exception) -> None:
@@ -176,16 +180,15 @@ def _read(folder: Path, device: torch.device) -> tuple[str, bool]:
     return mismatch(found, Target.of(device))
 
 
-def _enter_somewhere(folder: Path) -> None:
-    """Enters kernels into Triton's cache; if that is not writable or not set, into a temporary cache in its place.
+@lru_cache(maxsize=64)
+def _enter_somewhere(folder: Path, cache: str) -> None:
+    """Enters kernels into Triton's `cache`; if that is not writable or not set, into a temporary cache in its place.
 
     Raises:
         OSError: the temporary cache is not writable either.
     """
-    if triton.knobs.cache.dir:
-        shared = Path(triton.knobs.cache.dir)
-        if not isinstance(attempted(lambda: enter(folder, shared), OSError), OSError):
-            return
+    if cache and not isinstance(attempted(lambda: enter(folder, Path(cache)), OSError), OSError):
+        return
     own = Path(tempfile.mkdtemp(prefix="fusedvit-kernels-"))
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     enter(folder, own)

@@ -37,6 +37,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.errors import TritonError
 from triton.runtime import driver
 
@@ -44,6 +45,7 @@ from fusedvit.errors import WeightsReleased, is_of_handler
 from fusedvit.kernels.launch import FromCache, KernelJob, KernelMissing, loading_from_cache
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.compile_service import CompileService, Request
+from fusedvit.runtime.compiled_kernels import enter_kernels
 
 META = torch.device("meta")
 LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
@@ -402,6 +404,7 @@ class KernelLoader:
         """Finds the kernels of `run` and requests the missing ones; the run is ready if none is. Returns False, with
         nothing known, if the weights were given back or the process ends."""
         weights, service, missing = self._weights(), self._service, set[str]()
+        enter_kernels(self._device)  # again, where Triton's cache is another folder by now
         pause: Callable[[], None] = partial(self._pause, REST if order < ASKED_FOR else 2 * REST)
         try:
             with (
@@ -470,7 +473,7 @@ class KernelLoader:
 
     def _send(self, jobs: Mapping[str, KernelJob], order: float, urgent: bool) -> None:
         arch = driver.active.get_current_target().arch
-        self._service.compile(Request(arch, jobs, order, urgent))
+        self._service.compile(Request(arch, get_ptxas_version(arch), jobs, order, urgent))
 
     def _wait_for(self, runs: Collection[Run]) -> None:
         """Has the kernels of `runs` compiled on all cores, and waits for them; see `need`."""

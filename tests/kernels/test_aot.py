@@ -29,6 +29,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("aot_probes.py")
 
 
+DEBUGGED = """
+import triton
+from fusedvit.bench.ahead_of_time import TARGETS, launches_of
+from fusedvit.kernels.codegen_checks import AbsentGPU
+triton.runtime.driver.set_active(AbsentGPU(90))
+jobs = launches_of("Qwen3-VL-8B", "bf16", [64], TARGETS[90]).values()
+job = next(job for job in jobs if job.name == "_fingerprint_kernel")
+print(triton.knobs.runtime.debug, "assertfail" in job.build().asm["ptx"])
+"""
+
+
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     """A Python process without the interpreter that these tests run under."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -131,6 +142,13 @@ def test_a_launch_finds_what_was_compiled_in_place(monkeypatch: pytest.MonkeyPat
     assert found["problems"] == [[]] and found["same"]
     assert found["later"] == found["kept"] > 0
     assert found["within"] == 0 and found["after"] == found["kept"]
+
+
+def test_fingerprints_may_overflow_while_somebody_debugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TRITON_DEBUG=1 Triton's compiler adds an assertion to each sum of integers, and one that fails ends all."""
+    monkeypatch.setenv("TRITON_DEBUG", "1")
+    done = run("-c", DEBUGGED)
+    assert done.stdout.strip() == "True False", done.stderr
 
 
 def test_problems_are_told_apart() -> None:

@@ -1,5 +1,9 @@
 """Run by test_compile_service.py without the interpreter: has kernels compiled by the worker program, for a GPU that is
-not there, and prints what became of them as JSON. `wait` on the command line: it prints a line first, and waits."""
+not there, and prints what became of them as JSON.
+
+Words on the command line: `wait`: it prints a line first, and waits. `move`: once a kernel is compiled, Triton's cache
+is another folder, and its ptxas the program in OTHER_PTXAS, as when PyTorch's Inductor first compiles for a GPU.
+"""
 
 import json
 import logging
@@ -10,10 +14,12 @@ from itertools import pairwise
 
 import torch
 import triton
+from triton.backends.nvidia.compiler import get_ptxas_version
 
 from fusedvit.kernels.codegen_checks import AbsentGPU
 from fusedvit.kernels.launch import FromCache, KernelJob, is_cached, loading_from_cache
 from fusedvit.kernels.store_outputs import store_outputs
+from fusedvit.runtime import compile_worker
 from fusedvit.runtime.compile_service import CompileService, Request
 
 WIDTHS = (64, 72, 80, 96)
@@ -36,20 +42,32 @@ def missing() -> dict[str, KernelJob]:
     return mode.missing
 
 
+def wait_for(service: CompileService, jobs: dict[str, KernelJob]) -> None:
+    while service.waits_for(jobs):
+        with service.changed:
+            service.changed.wait(0.2)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     triton.runtime.driver.set_active(AbsentGPU(ARCH))
     jobs, service = missing(), CompileService()
     with service.used():
-        service.compile(Request(ARCH, jobs, 1.0, urgent=False))
+        service.compile(Request(ARCH, get_ptxas_version(ARCH), jobs, 1.0, urgent=False))
         if "wait" in sys.argv:
             with service.changed:
                 service.changed.wait_for(lambda: service.done, 60)
             print(service._process.pid if service._process else 0, service._scratch, flush=True)
             time.sleep(60)
-        while service.waits_for(jobs):
+        if "move" in sys.argv:
             with service.changed:
-                service.changed.wait(0.2)
+                service.changed.wait_for(lambda: service.done, 60)
+            os.environ["TRITON_CACHE_DIR"] += "-of-a-compiler"
+            os.environ |= dict.fromkeys(compile_worker.PTXAS, os.environ["OTHER_PTXAS"])
+        wait_for(service, jobs)
+        while "move" in sys.argv and not service.broken and (jobs := missing()):
+            service.compile(Request(ARCH, get_ptxas_version(ARCH), jobs, 1.0, urgent=False))
+            wait_for(service, jobs)
     left = missing()
     found = {
         "sent": len(jobs),

@@ -1,6 +1,7 @@
 """The program that compiles kernels, for a GPU that is not there: its keys, its end, full disks, two at a time."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from fusedvit.runtime import compile_worker
 from fusedvit.runtime.compile_service import CompileService
 from fusedvit.runtime.compile_worker import Child, Waiting, Worker
+from tests.support.fake_compiler import FakeJob
 from tests.support.waiting import alive, children, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +102,17 @@ def test_kernels_are_in_the_cache_under_the_keys_of_the_launches(tmp_path: Path)
     again = result(start(env))
     assert again["sent"] == 0 and again["starts"] == 0, "where everything is there, no program is started"
     assert not list((tmp_path / "cache").rglob("tmp.pid*"))
+
+
+def test_settings_that_change(tmp_path: Path) -> None:
+    """PyTorch's Inductor sets TRITON_CACHE_DIR and TRITON_PTXAS_PATH when it first compiles, vLLM the former."""
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text("#!/bin/sh\necho Cuda compilation tools, release 99.9\n")
+    ptxas.chmod(0o755)
+    env = environment(tmp_path / "cache") | {"OTHER_PTXAS": str(ptxas)}
+    found = result(start(env, "move"))
+    assert found["broken"] == "" and found["failed"] == [] and found["left"] == 0 and not found["kept"]
+    assert found["done"] == 4, "what was compiled into the first folder is compiled into the second one"
 
 
 def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -203,6 +216,24 @@ def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:
         )
         assert json.loads(done.stdout.splitlines()[-1])["done"] == 4
         assert (b"takes no files" in done.stderr) is kept
+
+
+def test_a_kernel_that_has_another_key_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no fault of the kernel, and nothing is compiled under a key that nobody looks up."""
+    monkeypatch.setattr(compile_worker.triton.runtime.driver, "set_active", lambda driver: None)
+    monkeypatch.setattr(compile_worker, "is_cached", lambda digest, name: False)
+    monkeypatch.setattr(compile_worker, "_lock", lambda digest: os.open(tmp_path, os.O_RDONLY))
+    monkeypatch.setattr(os, "fork", mock.Mock(side_effect=AssertionError("it compiles")))
+    out, job = io.StringIO(), FakeJob("a kernel")
+    worker = Worker(os.getpid(), tmp_path, out)
+    opened = len(os.listdir("/proc/self/fd"))
+    worker._start("another digest", Waiting(job, 90, (0.0, 0), False))  # type: ignore[arg-type]
+    said = json.loads(out.getvalue())
+    assert said["failed"] == "another digest" and said["busy"] and "the key of a kernel" in said["error"]
+    assert len(os.listdir("/proc/self/fd")) == opened
+    service = CompileService()
+    service._hear(said)
+    assert service.broken == said["error"] and not service.failed
 
 
 def test_no_room_for_another_process(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_it_is_taken_once_and_what_is_wrong_is_said_once(
         assert entered == [tmp_path] and not caplog.records
         for _ in range(2):
             compiled_kernels.enter_kernels(torch.device("cuda", 33))
-    assert entered == [tmp_path] * 2 and [r.getMessage().startswith("fusedvit: ") for r in caplog.records] == [True]
+    assert entered == [tmp_path] and [r.getMessage().startswith("fusedvit: ") for r in caplog.records] == [True]
 
 
 def test_a_kernel_that_is_damaged_is_left_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,6 +160,22 @@ def test_a_folder_that_the_system_cannot_read_now_is_taken_later(
             caplog.clear()
         compiled_kernels.enter_kernels(torch.device("cuda", 36))
     assert (tmp_path / "cache" / "kernel" / "launcher.so").read_bytes() == b"code" and not caplog.records
+
+
+def test_a_folder_is_entered_into_each_cache_that_triton_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's Inductor and vLLM set TRITON_CACHE_DIR when they first compile."""
+    (tmp_path / "folder" / "kernel").mkdir(parents=True)
+    (tmp_path / "folder" / "kernel" / "launcher.so").write_bytes(b"code")
+    (tmp_path / "folder" / "manifest.json").write_text(json.dumps(found()))
+    monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: H100)
+    monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path / "folder"))
+    read = mock.Mock(side_effect=compiled_kernels._read)
+    monkeypatch.setattr(compiled_kernels, "_read", read)
+    for cache in ("cache", "cache", "of a compiler"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / cache))
+        compiled_kernels.enter_kernels(torch.device("cuda", 37))
+        assert (tmp_path / cache / "kernel" / "launcher.so").read_bytes() == b"code"
+    assert read.call_count == 1
 
 
 def test_compiling_ends_with_the_command(tmp_path: Path) -> None:
