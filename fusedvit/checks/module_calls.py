@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.checks.ownership import described_call
 from fusedvit.checks.source_code import Definition, definition_of, wrapped_by
 
 COMPILED = "_compiled_call_impl"  # if it is not None, `__call__` runs nothing else
@@ -25,6 +26,7 @@ _PLAIN = (int, float, str, type(None))  # other options, such as passes over the
 # A class's flag, and the function that its blocks then run in training mode, if gradients are enabled.
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 _OPTIONS = {bool, str, type(None)}  # types of its plain options
+_REMEDY = "; a frozen tower needs none: switch gradient checkpointing off for the tower"
 _CHECKPOINT = Definition("torch.utils.checkpoint", "checkpoint")
 _OFFLOADED_CHECKPOINT = [  # transformers' own around torch's, as each of its releases names it
     Definition("transformers.modeling_utils", f"PreTrainedModel.{method}.<locals>.checkpoint_func")
@@ -42,9 +44,9 @@ def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
             yield f"{path} is compiled by another backend than torch's inductor ({path}.{name})"
     if is_checkpointed_by_others(module):
         function = getattr(module, CHECKPOINTING[1], None)
-        function = function.func if isinstance(function, partial) else function
-        name = getattr(function, "__qualname__", type(function).__qualname__)  # a repr may print tensors, or raise
-        yield f"{path}.{CHECKPOINTING[1]} is {name}, expected torch's checkpoint with plain options"
+        odd = "".join(f", with {name}" for name in _odd_options(function))
+        expected = "expected torch's checkpoint with plain options"
+        yield f"{path}.{CHECKPOINTING[1]} is {described_call(function)}{odd}, {expected}{_REMEDY}"
 
 
 def may_checkpoint(module: nn.Module) -> bool:
@@ -62,7 +64,7 @@ def is_checkpointed_by_others(module: nn.Module) -> bool:
 def _is_torchs_checkpoint(function: object) -> bool:
     """Whether `function` is torch's checkpoint, with plain options: a `context_fn` may change what is computed."""
     if type(function) is partial:
-        if function.args or not {*map(type, function.keywords.values())} <= _OPTIONS:
+        if function.args or _odd_options(function):
             return False
         function = function.func
     if isinstance(function, FunctionType) and definition_of(function) in _OFFLOADED_CHECKPOINT:
@@ -73,6 +75,12 @@ def _is_torchs_checkpoint(function: object) -> bool:
             return False
         function = inner
     return definition_of(function) == _CHECKPOINT
+
+
+def _odd_options(function: object) -> list[str]:
+    """Names of a partial function's options that are not plain."""
+    options = function.keywords if isinstance(function, partial) else {}
+    return [name for name, value in options.items() if type(value) not in _OPTIONS]
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

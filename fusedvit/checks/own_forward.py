@@ -13,11 +13,10 @@ from typing import Any
 from torch import nn
 
 from fusedvit.checks import accelerate_hooks, fallback
-from fusedvit.checks.ownership import fused_class, name_of
+from fusedvit.checks.ownership import described_call, fused_class
 from fusedvit.checks.source_code import UnreadSource
 from fusedvit.errors import Reason
 
-_DECORATORS = "transformers."  # modules whose decorators wrap every tower's own forward
 _MOST = 5000  # objects that are searched: more than any wrapper holds
 
 
@@ -30,7 +29,7 @@ def bypass(tower: nn.Module) -> Reason | None:
             return None
     except UnreadSource as why:
         return Reason(fallback.UNREAD, str(why))
-    return Reason(fallback.BYPASSED, f"its attribute `forward` is {_named(own)}")
+    return Reason(fallback.BYPASSED, f"its attribute `forward` is {described_call(own)}")
 
 
 def _leads_to(fused: object, own: object, tower: nn.Module) -> bool:
@@ -70,20 +69,3 @@ def _is_assigned(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
-
-
-def _named(value: Any) -> str:
-    """Module and name of the function behind `value`, a bound method, a partial or a wrapper.
-
-    A wrapper has the name of the function that it wraps, so its own module is given too.
-    """
-    while isinstance(value, MethodType | partial):
-        value = value.__func__ if isinstance(value, MethodType) else value.func
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    named = f"{module}.{name}" if module and name else f"of {name_of(type(value))}"
-    if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
-        return named
-    if hasattr(value, "_torchdynamo_orig_callable"):
-        return f"torch.compile of {named}"
-    home = value.__globals__.get("__name__", "")
-    return named if home.startswith(_DECORATORS) else f"a wrapper, by {home}, around {named}"

@@ -2,8 +2,8 @@
 
 import gc
 import sys
-from functools import lru_cache
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fusedvit.families.engine import HUGGING_FACE, Engine
 ORIGINAL = "_fusedvit_original"  # attribute of the class that `fuse` gives a tower: the tower's original class
 _WRAPPING = ("torch.distributed.", "torch.nn.utils.")
 _ARRAYS = ("numpy",)
+_DECORATORS = ("transformers.", "torch._compile")  # of every tower's own forward, of torch's own checkpoint
 # Packages whose modules Hugging Face's towers call. Serving engines call many, and more on a GPU.
 _CALLED = {"torch", "triton", "transformers", *_ARRAYS, *sys.stdlib_module_names}
 
@@ -150,3 +151,20 @@ def describe(value: object) -> str:
     if isinstance(value, FunctionType | type):
         return name_of(value)
     return "missing" if value is None else f"an object of {name_of(type(value))}"
+
+
+def described_call(value: Any) -> str:
+    """Module and name of the function behind `value`, a bound method, a partial or a wrapper.
+
+    A wrapper has the name of the function that it wraps, so its own module is given too.
+    """
+    while isinstance(value, MethodType | partial):
+        value = value.__func__ if isinstance(value, MethodType) else value.func
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    named = f"{module}.{name}" if module and name else f"of {name_of(type(value))}"
+    if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
+        return named
+    if hasattr(value, "_torchdynamo_orig_callable"):
+        return f"torch.compile of {named}"
+    home = value.__globals__.get("__name__", "")
+    return named if home.startswith(_DECORATORS) else f"a wrapper, by {home}, around {named}"

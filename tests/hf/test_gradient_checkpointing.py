@@ -358,6 +358,37 @@ def test_a_checkpointing_function_of_ones_own(name: str, change: Callable[[Any],
     assert handle.stats()["fused"] == 3 and handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
 
 
+def wrapped(tower: Any) -> None:
+    """As training libraries replace torch's function, with its name."""
+
+    @functools.wraps(torch.utils.checkpoint.checkpoint)
+    def checkpoint(*args: Any, **options: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(*args, **options)
+
+    tower._set_gradient_checkpointing(True, functools.partial(checkpoint, use_reentrant=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (wrapped, f"a wrapper, by {__name__}, around torch.utils.checkpoint.checkpoint, expected"),
+        (with_contexts, "is torch.utils.checkpoint.checkpoint, with context_fn, expected"),
+    ],
+)
+def test_the_reason_tells_a_checkpointing_function_from_torchs(change: Callable[[Any], object], named: str) -> None:
+    """And what it advises for a frozen tower helps."""
+    tower = family_tower(NAME).train()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, MIX)
+    change(tower)
+    call.record(tower)
+    ran_original(handle, fallback.FOREIGN_CODE)
+    reason = str(handle.reason())
+    assert named in reason and "switch gradient checkpointing off" in reason
+    tower.gradient_checkpointing_disable()
+    call.record(tower)
+    assert handle.stats()["fused"] == 1
+
+
 def test_a_checkpointing_function_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = family_tower(NAME).train()
     handle, call = fusedvit.fuse(tower), Call.of(tower, MIX)
