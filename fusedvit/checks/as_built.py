@@ -210,12 +210,13 @@ def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], fam
         return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
     if _is_flattened(found):
         return _FLATTENED.format(name)
-    if _flat(tuple(found.shape)) != shape:
-        return _differs(f"the shape of {name}", tuple(found.shape), shape)
-    if _is_shard(found):
-        return "" if shards else _IS_SHARD.format(name)
-    if type(found) is not nn.Parameter and not _is_engines(type(found), family.engine):
+    shard = _is_shard(found)
+    if not shard and type(found) is not nn.Parameter and not _is_engines(type(found), family.engine):
         return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
+    if _flat(tuple(found.shape)) != shape:  # after the class: quantised weights may be packed
+        return _differs(f"the shape of {name}", tuple(found.shape), shape)
+    if shard:
+        return "" if shards else _IS_SHARD.format(name)
     return "" if found.layout is torch.strided else _differs(f"the layout of {name}", found.layout, torch.strided)
 
 
@@ -298,7 +299,7 @@ def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
             return _differs(f"the class of {_dotted(path, name)}", name_of(type(buffer)), "torch.Tensor")
     for registry in (module._parameters, module._buffers, module._modules):
         if type(registry) not in _REGISTRIES:
-            return _differs(_dotted(path, "a registry"), name_of(type(registry)), "a dict")
+            return _differs(f"a registry of {path or 'the tower'}", name_of(type(registry)), "a dict")
         hidden = vars(module).keys() & registry.keys()
         if hidden:
             return _differs(_dotted(path, min(hidden)), "an attribute of the instance", "what is registered")

@@ -14,7 +14,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from fusedvit.cli.console import Outcome, new_console, progress_bar, quiet
+from fusedvit.cli.console import Outcome, new_console, progress_bar
 from fusedvit.cli.towers import device_of
 from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import embedder_of
@@ -53,7 +53,7 @@ def run(
     if device is not None:
         device_of(device)
     start, left_out = time.perf_counter(), Counter[str]()
-    with _said_at_the_end(left_out), quiet(), progress_bar() as step:
+    with _said_at_the_end(left_out), progress_bar() as step:
         workers = _gpus(gpus, device)
         so_far: list[ShardDone] = []
 

@@ -10,8 +10,10 @@ from torch import nn
 
 import fusedvit
 from fusedvit.bench.towers import call_tower, cast_parameters_
+from fusedvit.checks.fallback import MODIFIED, refused
 from fusedvit.cli.media import VisionInput, prepare
 from fusedvit.cli.towers import input_layout_of, takes_single_frames
+from fusedvit.errors import InputError
 from fusedvit.pixels.media import Media
 from fusedvit.tolerance import Comparison, compare
 
@@ -46,7 +48,14 @@ class Towers:
 
 
 def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:
-    """A fused tower, and copies of it as its original and as a reference."""
+    """A fused tower, and copies of it as its original and as a reference.
+
+    Raises:
+        InputError: the tower has modules, such as quantised layers, that need not run in the dtype of the reference.
+    """
+    reason = handle.reason()
+    if reason is not None and reason.kind == MODIFIED:
+        raise InputError(str(refused(type(handle.tower).__name__, reason)))
     original = fusedvit.unfuse(copy.deepcopy(handle.tower))
     reference = copy.deepcopy(original)
     cast_parameters_(reference, REFERENCE)

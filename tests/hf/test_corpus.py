@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -458,6 +459,16 @@ def test_files_that_are_left_out_are_said(checkpoint: Path, pictures: Path, tmp_
     command[1] = str(tmp_path / "absent")
     for code, said in ((0, result.output), (2, RUNNER.invoke(app, command).output)):
         assert "left out of folders, by suffix: '.heic' 2, none 1, '.txt' 1" in said, code
+
+
+def test_a_tower_that_runs_its_original_code_is_told(
+    checkpoint: Path, pictures: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    with contextlib.closing(SimpleNamespace(close=hook.remove)):
+        result = RUNNER.invoke(app, ["embed", str(checkpoint), str(pictures), str(tmp_path / "out"), *IN_FP32])
+    assert result.exit_code in (0, 1), result.output
+    assert "runs its original code: hooks" in caplog.text
 
 
 def test_what_is_gone_is_done_again(

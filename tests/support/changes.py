@@ -126,6 +126,17 @@ class Mine(nn.Parameter):
     pass
 
 
+class Unpacking(nn.Linear):
+    """Its weight is one column, as bitsandbytes packs 4 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.reshape(self.out_features, self.in_features), self.bias)
+
+
+class Registry(dict[str, Any]):
+    """As libraries that offload put in the place of a module's parameters."""
+
+
 # code
 
 
@@ -354,6 +365,17 @@ def quantised_by_transformers(tower: Tower) -> None:
 def parameter_subclass(tower: Tower) -> None:
     linear = tower.blocks[0].attn.proj
     linear.weight = Mine(linear.weight.detach(), requires_grad=False)
+
+
+@change(f"the class of blocks.0.attn.proj.weight is {__name__}.Mine, expected torch.nn.Parameter", matters=False)
+def packed_weight(tower: Tower) -> None:
+    linear = tower.blocks[0].attn.proj
+    linear.__class__, linear.weight = Unpacking, Mine(linear.weight.detach().reshape(-1, 1), requires_grad=False)
+
+
+@change(f"a registry of blocks.0.attn.proj is {__name__}.Registry, expected a dict", matters=False)
+def registry_of_another_class(tower: Tower) -> None:
+    tower.blocks[0].attn.proj._parameters = Registry(tower.blocks[0].attn.proj._parameters)
 
 
 @change("blocks.0.attn.proj.weight is not dense in memory", matters=False)

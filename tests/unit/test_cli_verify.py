@@ -75,6 +75,20 @@ def test_original_code_is_told(checkpoint: nn.Module, tmp_path: Path) -> None:
     assert "1 of 1 calls ran the original code" in result.output and "nothing was compared" in result.output
 
 
+def test_layers_that_run_in_one_dtype(checkpoint: nn.Module) -> None:
+    """Quantised ones: they have no reference, and copies of some raise."""
+
+    class Quantised(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.dtype == torch.float32
+            return super().forward(x)
+
+    checkpoint.get_submodule("blocks.0.attn.proj").__class__ = Quantised
+    result = _verify(SAMPLE_IMAGE)
+    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    assert "cannot run fused: modified modules: blocks.0.attn.proj is" in " ".join(result.output.split()), result.output
+
+
 def test_some_original_code_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     real = verify.parity_of
 
