@@ -64,7 +64,8 @@ def parse_command(words: list[str]) -> None:
     command, context = typer.main.get_command(app), None
     while command is not None:
         context = command.make_context(command.name, list(words), parent=context)
-        words = [*context._protected_args, *context.args]
+        protected = "_protected_args" if hasattr(context, "_protected_args") else "protected_args"  # click before 8.2
+        words = [*getattr(context, protected), *context.args]
         find = getattr(command, "resolve_command", None)
         command, words = find(context, words)[1:] if find and words else (None, words)
     assert words == []
