@@ -71,7 +71,7 @@ _ADAPTERS = "vllm.model_executor.models.adapters"  # its subclasses make pooling
 _REPLICATED = "ReplicatedLinear"  # whole on every rank, even if its tp_size is not 1
 _METHOD = "quant_method"  # attribute of a layer: the object that computes it
 _MISSING = "StageMissingLayer"  # vLLM's module in place of a tower that it does not call, and which it holds
-_NORM = "FusedMMInputNorm"  # vLLM's module that normalises bytes on the device
+_NORMS = ("FusedMMInputNorm", "FusedInputNorm")  # vLLM's modules that normalise bytes in a tower; the latter in 0.30
 # Why vLLM never calls a tower: with `strict`, too, such a tower is left alone.
 _NO_STAGE = "this pipeline stage encodes nothing"
 _NO_PICTURES = "nothing is encoded: no images and no videos are taken (--limit-mm-per-prompt, --language-model-only)"
@@ -453,9 +453,10 @@ def _same_state(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
 def _read_normalization(norm: Any, handle: FusedEncoder) -> Normalization | None:
     """vLLM's `byte * weight + bias` per channel, in fp32, as mean and std; None where it computes anything else."""
     spec = handle.spec
-    if type(norm).__name__ != _NORM or norm.channel != spec.in_channels:
+    if type(norm).__name__ not in _NORMS or norm.channel != spec.in_channels:
         return None
-    if any(t.dtype != torch.float32 or t.shape != (norm.channel,) or t.is_meta for t in (norm.weight, norm.bias)):
+    buffers = (norm.weight, norm.bias)  # None in vLLM 0.30 where it normalises nothing
+    if any(t is None or t.dtype != torch.float32 or t.shape != (norm.channel,) or t.is_meta for t in buffers):
         return None  # vLLM would compute in the buffers' own dtype, if it accepts them at all
     weight, bias = norm.weight.double().cpu(), norm.bias.double().cpu()
     mean, std = -bias / weight, 1 / weight

@@ -492,6 +492,18 @@ def test_normalisation_is_what_its_buffers_hold(served: Any, own: Any, change: s
     assert close(embed(config, model, GRID), plain)
 
 
+def test_normalisation_of_vllm_0_30(served: Any) -> None:
+    """A module of another name, whose buffers are None where it normalises nothing."""
+    _, model, handle = served
+    norm, older = model.visual.input_norm, type("FusedInputNorm", (nn.Module,), {"channel": 3})()
+    for name in ("weight", "bias"):
+        older.register_buffer(name, getattr(norm, name))
+    found = plugin._read_normalization(older, handle)
+    assert found is not None and found == plugin._read_normalization(norm, handle)
+    older.weight = older.bias = None
+    assert plugin._read_normalization(older, handle) is None
+
+
 def test_normalisation_that_is_written_to_all_the_time(served: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, model, handle = served
     bias = model.visual.input_norm.bias
