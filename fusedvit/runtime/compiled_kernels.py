@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.nvidia import driver as nvidia
+from triton.backends.nvidia.compiler import get_ptxas_version
 
 from fusedvit import __version__
 from fusedvit.errors import attempted, from_json, named_line, passes
@@ -45,6 +46,7 @@ def manifest(gpu: str, target: Target, towers: Sequence[str], dtype: str, kernel
     """The manifest of a folder of compiled kernels."""
     return {
         "triton": triton.__version__,
+        "ptxas": _ptxas(target),
         "fusedvit": __version__,
         "sources": _sources(),
         "gpu": {"name": gpu, "capability": target.capability, "sms": target.num_sms},
@@ -52,6 +54,12 @@ def manifest(gpu: str, target: Target, towers: Sequence[str], dtype: str, kernel
         "dtype": dtype,
         "kernels": kernels,
     }
+
+
+def _ptxas(target: Target) -> str:
+    """The build of ptxas that kernels' cache keys name: Triton reads it once per process."""
+    version: str = get_ptxas_version(target.capability)
+    return version.strip().rpartition("\n")[2]
 
 
 @cache
@@ -204,6 +212,9 @@ def mismatch(found: dict[str, Any], target: Target) -> tuple[str, bool]:
         return f"compiled for {gpu['name']} (sm_{gpu['capability']}), this is sm_{target.capability}", False
     if found["sources"] != _sources():
         return f"compiled from the kernels of fusedvit {found['fusedvit']}, these are others ({__version__})", False
+    if found["ptxas"] != _ptxas(target):
+        said = f"compiled with ptxas {found['ptxas']!r}, this process has {_ptxas(target)!r}"
+        return f"{said} (torch.compile sets TRITON_PTXAS_PATH when it first compiles: fuse before)", False
     if gpu["sms"] != target.num_sms:
         return f"chosen for {gpu['name']} with {gpu['sms']} SMs, this GPU has {target.num_sms}", True
     return "", True

@@ -60,6 +60,7 @@ def test_a_machine_that_fails_is_no_kernels_fault(where: str | None, tmp_path: P
         (found(), target_named("a100"), "compiled for h100 (sm_90), this is sm_80", False),
         (found(triton="3.5.0"), H100, f"compiled with Triton 3.5.0, this is {triton.__version__}", False),
         (found(sources="", fusedvit="0.1.9"), H100, "compiled from the kernels of fusedvit 0.1.9", False),
+        (found(ptxas="Build cuda_9"), H100, "compiled with ptxas 'Build cuda_9', this process has 'Build ", False),
     ],
 )
 def test_what_does_not_fit_is_said(manifest: dict[str, Any], target: Any, said: str, usable: bool) -> None:
