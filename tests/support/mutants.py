@@ -44,6 +44,11 @@ LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epil
 REFERENCE, TABLE = "kernels/reference/linear.py", "kernels/tuning_table.py"
 MEDIA, FORMATS, PROCESSORS = (f"fusedvit/pixels/{name}.py" for name in ("media", "formats", "processors"))
 COMPILED = "fusedvit/runtime/compiled_kernels.py"
+SERVICE, WORKER, LAUNCH = (
+    "fusedvit/runtime/compile_service.py",
+    "fusedvit/runtime/compile_worker.py",
+    "kernels/launch.py",
+)
 _UNCHANGED = "            and "  # a clause of `Snapshot.unchanged`
 
 
@@ -964,4 +969,15 @@ MUTANTS = (
     _without("machines that fail", COMPILED, "_of_machine(error, folder) or ", "unit/compiled_kernels:a_machine"),
     Mutant("videos of phones", MEDIA, "round(frame.rotation / 90)", "0", "unit/pixels/media:videos_are_turned"),
     Mutant("pictures of another's plugin", FORMATS, '{"MPO": "JPEG"}', "{}", "unit/pixels/media:whatever"),
+    _never("settings of Triton", SERVICE, "settings != self._settings", "unit/compile_service:settings_that_change"),
+    _never("keys' ptxas", WORKER, "get_ptxas_version(request.arch) != request.ptxas", "unit/compile_service:settings"),
+    _never("other keys", WORKER, 'mode.digest not in ("", digest)', "unit/compile_service:a_kernel_that_has_another"),
+    Mutant(
+        "a folder's ptxas",
+        COMPILED,
+        'found["ptxas"] != _ptxas(target)',
+        "False",
+        "unit/compiled_kernels:what_does_not_fit",
+    ),
+    _without("sums that overflow", LAUNCH, ', "sanitize_overflow": False', "kernels/aot:fingerprints_may_overflow"),
 )
