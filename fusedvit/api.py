@@ -128,6 +128,7 @@ def _fuse_again(known: FusedEncoder, config: FuseConfig | None, processor: Any) 
     """Gives a fused tower new options and one more processor. If either is refused, neither is applied."""
     options = known.config if config is None else config
     known.prepared.check(options)
+    _drop_left_over(known.tower)
     known.check_reached(options.strict)
     if processor is not None:
         _take_bytes(known, processor)
@@ -296,9 +297,16 @@ def _with_base(cls: Any, old: type, new: type) -> Any:
     return known
 
 
-def _set_class(tower: nn.Module, cls: type) -> None:
-    if is_of_class(tower.__dict__.get("forward"), tower):  # accelerate's remove_hook_from_module leaves a bound method
+def _drop_left_over(tower: nn.Module) -> None:
+    """Removes an attribute `forward` that is the class's own method, or the original one. Libraries that wrap `forward`
+    leave the method that they found: accelerate's hooks, offloading by compressed-tensors (LLM Compressor)."""
+    own, original = tower.__dict__.get("forward"), own_class(type(tower))
+    if is_of_class(own, tower) or is_of_class(own, tower, original):
         del tower.__dict__["forward"]
+
+
+def _set_class(tower: nn.Module, cls: type) -> None:
+    _drop_left_over(tower)
     hooked = is_of_class(tower.__dict__.get(OLD), tower)
     tower.__class__ = cls
     if hooked:  # accelerate's wrapper calls the method that it found when it was installed

@@ -83,7 +83,7 @@ def functions_of(slots: Iterable[tuple[Any, str]]) -> dict[int, FunctionType]:
     found: dict[int, FunctionType] = {}
     for owner, name in slots:
         function = getattr(owner, name, None)
-        while isinstance(function, FunctionType):
+        while type(function) is FunctionType:
             found[id(function)] = function
             function = wrapped_by(function)
     return found
@@ -112,10 +112,10 @@ def wraps(forward: partial[Any], module: nn.Module) -> bool:
     return definition_of(forward.func) == _WRAPPER and forward.args == (module,)
 
 
-def is_of_class(forward: Any, module: nn.Module) -> bool:
-    """Whether `forward` is the `forward` of the module's class, bound to `module`."""
-    cls: Any = type(module)
-    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is cls.forward
+def is_of_class(forward: Any, module: nn.Module, cls: Any = None) -> bool:
+    """Whether `forward` is the `forward` of the module's class, or of `cls`, bound to `module`."""
+    expected = (cls or type(module)).forward
+    return type(forward) is MethodType and forward.__self__ is module and forward.__func__ is expected
 
 
 def _runs_accelerates(hook: Any) -> bool:
@@ -132,7 +132,7 @@ def _runs_accelerates(hook: Any) -> bool:
 
 def _undecorated(function: Any) -> Definition | None:
     """Where the function inside accelerate's decorators is defined."""
-    while isinstance(function, FunctionType) and _is_decorated(function):
+    while type(function) is FunctionType and _is_decorated(function):
         function = _run_by(function)
     return definition_of(function)
 
@@ -159,7 +159,7 @@ def _run_by(wrapper: FunctionType) -> FunctionType | None:
 def _only_calls(compiled: object, inner: FunctionType | None) -> bool:
     """Whether `compiled` is torch's wrapper of `inner`, and calls nothing else."""
     found = definition_of(compiled)
-    if not isinstance(compiled, FunctionType) or found is None or not found.module.startswith("torch._dynamo."):
+    if type(compiled) is not FunctionType or found is None or not found.module.startswith("torch._dynamo."):
         return False
     return wrapped_by(compiled) is inner and all(cell.cell_contents is inner for cell in cells_of(compiled))
 

@@ -144,7 +144,7 @@ def _chain(function: Any) -> Iterator[FunctionType]:
     """A function and the functions that it wraps."""
     while function is not None:
         function = getattr(function, "__func__", function)
-        if isinstance(function, FunctionType):
+        if type(function) is FunctionType:
             yield function
         function = getattr(function, "__wrapped__", None)
 

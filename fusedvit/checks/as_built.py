@@ -142,7 +142,7 @@ def _refuse_constructors(tower: nn.Module, engine: Engine = HUGGING_FACE) -> Non
 
 def _inside(constructor: object, expected: Definition, engine: Engine) -> object:
     """A constructor without the wrappers of torch's, the engine's and our own code around it."""
-    while isinstance(constructor, FunctionType) and (found := definition_of(constructor)) and found != expected:
+    while type(constructor) is FunctionType and (found := definition_of(constructor)) and found != expected:
         held = [cell.cell_contents for cell in cells_of(constructor)]
         if found == _TAGGING:
             (constructor,) = held
@@ -475,7 +475,7 @@ def _is_same(got: Any, expected: Any) -> bool:
         return True
     if isinstance(expected, functools.partial) and isinstance(got, functools.partial):
         return (got.func, got.args, got.keywords) == (expected.func, expected.args, expected.keywords)
-    if isinstance(expected, MethodType) and isinstance(got, MethodType):
+    if type(expected) is MethodType and type(got) is MethodType:
         return got.__func__ is expected.__func__
     if not isinstance(expected, _PLAIN) or not isinstance(got, _PLAIN):
         return False

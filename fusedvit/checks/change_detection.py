@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_
-from types import MethodType
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -49,7 +49,8 @@ class _Code:
     """The code that would run: its slots and their values, functions and their bodies (code, defaults, keyword
     defaults), and functions that decorators wrap.
 
-    `bound`: slots and values of class methods, which Python binds anew each time, so that these compare by equality.
+    `descriptors`: of slots whose value is a new object each time, as that of a class method is: namespaces in which
+    Python may find what makes it, the name, and what each holds.
     `absent`: (live key views of classes and modules, names that each must not have). A class or module that gains one
     of the names would shadow what the code resolves to now. Comparing keys takes a tenth of the time of failing
     lookups.
@@ -58,7 +59,7 @@ class _Code:
     owners: tuple[Any, ...]
     names: tuple[str, ...]
     values: tuple[Any, ...]
-    bound: tuple[tuple[Any, ...], tuple[str, ...], list[Any]]
+    descriptors: tuple[list[MappingProxyType[str, Any]], list[str], list[Any]]
     registries: Attributes
     bodies: Bodies
     wrapped: tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -82,24 +83,37 @@ class _Code:
         )
         views, hidden = zip(*absent, strict=True)
         slots = [(owner, name, getattr(owner, name, None)) for owner, name in (*own.slots, *there)]
-        plain, bound = ([s for s in slots if isinstance(s[2], MethodType) is of_class] for of_class in (False, True))
-        owners, names, values = zip(*plain, strict=True)
-        of_classes = tuple(s[0] for s in bound), tuple(s[1] for s in bound), [s[2] for s in bound]
+        kept = [getattr(owner, name, None) is value for owner, name, value in slots]
+        owners, names, values = zip(*compress(slots, kept), strict=True)
+        entries = [
+            (mapping, s[1])
+            for s, is_kept in zip(slots, kept, strict=True)
+            if not is_kept
+            for mapping in _namespaces(s[0])
+        ]
+        holders, keys = [mapping for mapping, _ in entries], [name for _, name in entries]
+        descriptors = holders, keys, list(map(MappingProxyType.get, holders, keys))
         cells = tuple(cell for function in own.functions for cell in cells_of(function))
         wrapped = cells, tuple(map(_held_by, cells))
         registries = Attributes(own.registries)
-        return _Code(owners, names, values, of_classes, registries, Bodies(own.functions), wrapped, (views, hidden))
+        return _Code(owners, names, values, descriptors, registries, Bodies(own.functions), wrapped, (views, hidden))
 
     def unchanged(self) -> bool:
         return (
             all(map(is_, map(getattr, self.owners, self.names, repeat(None)), self.values))
-            and list(map(getattr, *self.bound[:2], repeat(None))) == self.bound[2]
+            and all(map(is_, map(MappingProxyType.get, *self.descriptors[:2]), self.descriptors[2]))
             and all(map(KEYS.isdisjoint, *self.absent))
             and self.registries.hold_the_same()
             and self.registries.unchanged()
             and self.bodies.unchanged()
             and all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))
         )
+
+
+def _namespaces(owner: Any) -> Iterator[MappingProxyType[str, Any]]:
+    """The namespaces in which Python looks an attribute of `owner` up."""
+    own = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
+    return (MappingProxyType(vars(part)) for part in own if hasattr(part, "__dict__"))
 
 
 def _attributes(module: nn.Module) -> set[str]:

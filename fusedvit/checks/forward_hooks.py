@@ -68,7 +68,7 @@ def _is_idle(hook: Callable[..., Any], on_embedding: bool) -> bool:
     embedding the fused outputs get its effect (`outputs.gradients`)."""
     function = hook.func if type(hook) is partial else hook
     if getattr(function, "__module__", None) == _CAPTURING_HOOKS:  # any function may claim this, so its code is checked
-        return isinstance(function, FunctionType) and function.__code__ is _capturing_code(function)
+        return type(function) is FunctionType and function.__code__ is _capturing_code(function)
     return (on_embedding or not torch.is_grad_enabled()) and _is_mark(hook)
 
 

@@ -67,9 +67,9 @@ def _is_torchs_checkpoint(function: object) -> bool:
         if function.args or _odd_options(function):
             return False
         function = function.func
-    if isinstance(function, FunctionType) and definition_of(function) in _OFFLOADED_CHECKPOINT:
+    if type(function) is FunctionType and definition_of(function) in _OFFLOADED_CHECKPOINT:
         function = function.__globals__.get("checkpoint")
-    while isinstance(function, FunctionType) and (inner := wrapped_by(function)) is not None:
+    while type(function) is FunctionType and (inner := wrapped_by(function)) is not None:
         found = definition_of(function)  # torch wraps it to keep its compiler away
         if found is None or not found.module.startswith("torch.") or found.module.startswith("torch._dynamo"):
             return False
@@ -96,11 +96,11 @@ def class_slots(modules: Iterable[nn.Module]) -> Iterator[tuple[type, str]]:
 
 def _is_call_of(value: object, module: nn.Module) -> bool:
     """Whether `value` is torch's own call bound to `module`, which `compile()` leaves if compilation is disabled."""
-    return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is nn.Module._call_impl
+    return type(value) is MethodType and value.__self__ is module and value.__func__ is nn.Module._call_impl
 
 
 def _is_compiled_by_torch(value: object, module: nn.Module) -> bool:
-    return isinstance(value, FunctionType) and _is_call_of(compiled_by_torch(value), module)
+    return type(value) is FunctionType and _is_call_of(compiled_by_torch(value), module)
 
 
 def compiled_by_torch(wrapper: FunctionType) -> object:

@@ -47,9 +47,9 @@ def _leads_to(fused: object, own: object, tower: nn.Module) -> bool:
 
 def _held_by(value: Any, tower: nn.Module) -> Iterator[Any]:
     """Objects that `value` may call: what it is bound to, wraps or closes over, its arguments and its attributes."""
-    if isinstance(value, MethodType):
+    if type(value) is MethodType:
         yield from (value.__func__, value.__self__)
-    elif isinstance(value, FunctionType):
+    elif type(value) is FunctionType:
         yield from (cell.cell_contents for cell in value.__closure__ or () if _is_assigned(cell))
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
@@ -61,7 +61,7 @@ def _held_by(value: Any, tower: nn.Module) -> Iterator[Any]:
     elif isinstance(value, list | tuple | dict):
         yield from value.values() if isinstance(value, dict) else value
     elif not isinstance(value, type | ModuleType | nn.Module):
-        yield from getattr(value, "__dict__", {}).values()
+        yield from (*getattr(value, "__dict__", {}).values(), getattr(value, "__wrapped__", None))
 
 
 def _is_assigned(cell: Any) -> bool:

@@ -1,15 +1,19 @@
-"""Tells who defines a class, a function or an object: torch, the tower's engine, Python, or other code (foreign)."""
+"""Tells who defines a class, a function or an object: torch, the tower's engine, Python, or other code (foreign).
+
+Functions are known by their exact type: a proxy around one (`wrapt`, which OpenTelemetry and other tracers use) passes
+for it under `isinstance`, has its name and code, and may call anything.
+"""
 
 import gc
 import sys
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
-from fusedvit.checks.source_code import defines, definition_of, wrapped_by
+from fusedvit.checks.source_code import defines, defines_function, definition_of, wrapped_by
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
 ORIGINAL = "_fusedvit_original"  # attribute of the class that `fuse` gives a tower: the tower's original class
@@ -42,7 +46,7 @@ def is_own(cls: type, engine: Engine = HUGGING_FACE) -> bool:
     """Whether torch or the engine defines `cls`, or composes it of its own classes without adding functions."""
     if not cls.__module__.startswith(("torch.", *engine.packages)):
         return False
-    adds = any(isinstance(value, FunctionType) for value in vars(cls).values())
+    adds = any(type(value) is FunctionType for value in vars(cls).values())
     return defines(cls.__module__, cls.__qualname__) or (not adds and all(is_own(c, engine) for c in cls.__bases__))
 
 
@@ -59,9 +63,9 @@ def is_foreign_name(value: object, name: str, homes: tuple[str, ...] = ("torch."
     Args:
         homes: prefixes of modules whose classes, and functions written in C, are known.
     """
-    if isinstance(value, FunctionType):
+    if type(value) is FunctionType:
         return not (is_torchs(value) and value.__name__ == name)
-    if not isinstance(value, type | BuiltinFunctionType):
+    if not _is_class(value) and type(value) is not BuiltinFunctionType:
         return False
     home = f"{value.__module__}."  # a method bound to an object of C has no module
     known = home.startswith(homes) or (isinstance(value, type) and is_of_python(value))
@@ -114,7 +118,7 @@ def sets_gradients(wrapper: FunctionType) -> bool:
 
 def is_builtin(value: object) -> bool:
     """Whether Python itself defines `value`: built-in functions, classes and constants, and what `site` adds."""
-    if isinstance(value, type | BuiltinFunctionType):
+    if _is_class(value) or type(value) is BuiltinFunctionType:
         return value.__module__ in ("builtins", "io", "_io")  # `open` is from io or _io
     home = type(value).__module__
     return home == "_sitebuiltins" or (home == "builtins" and not callable(value))
@@ -127,7 +131,7 @@ def is_foreign_object(value: object, engine: Engine) -> bool:
     to call is foreign unless the engine defines its class: objects of torch's classes (modules, custom operators,
     scripted functions) and of Python's (bound methods, partial functions) may hold anybody's code.
     """
-    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+    if _is_class(value) or type(value) in (FunctionType, BuiltinFunctionType):
         return False
     home = f"{type(value).__module__}."
     root = home.partition(".")[0]
@@ -144,27 +148,37 @@ def name_of(defined: FunctionType | type) -> str:
     return f"{defined.__module__}.{defined.__qualname__}"
 
 
-def describe(value: object) -> str:
-    """A function by where it was defined, a module by its name, anything else by its type."""
-    if isinstance(value, ModuleType):
-        return f"module {value.__name__}"
-    if isinstance(value, FunctionType | type):
+def describe(value: Any) -> str:
+    """A function or class by where it was defined, a module by its name, anything else by its type."""
+    if type(value) is FunctionType:
+        return _describe_function(value)
+    if _is_class(value):
         return name_of(value)
+    if issubclass(type(value), ModuleType):
+        return f"module {value.__name__}"
     return "missing" if value is None else f"an object of {name_of(type(value))}"
 
 
-def described_call(value: Any) -> str:
-    """Module and name of the function behind `value`, a bound method, a partial or a wrapper.
+def _describe_function(value: Any) -> str:
+    """Module and name of a function, and how it differs from the one that its source defines under that name.
 
     A wrapper has the name of the function that it wraps, so its own module is given too.
     """
-    while isinstance(value, MethodType | partial):
-        value = value.__func__ if isinstance(value, MethodType) else value.func
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    named = f"{module}.{name}" if module and name else f"of {name_of(type(value))}"
-    if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
-        return named
+    named, home = name_of(value), value.__globals__.get("__name__", "")
     if hasattr(value, "_torchdynamo_orig_callable"):
         return f"torch.compile of {named}"
-    home = value.__globals__.get("__name__", "")
-    return named if home.startswith(_DECORATORS) else f"a wrapper, by {home}, around {named}"
+    if hasattr(value, "__wrapped__"):
+        return named if home.startswith(_DECORATORS) else f"a wrapper, by {home}, around {named}"
+    known = home == value.__module__ and home in sys.modules and defines_function(home, value.__qualname__)
+    return f"{named} with other code than its source's" if known and definition_of(value) is None else named
+
+
+def described_call(value: Any) -> str:
+    """`describe` of the function behind `value`, a bound method or a partial."""
+    while type(value) in (MethodType, partial):
+        value = value.__func__ if type(value) is MethodType else value.func
+    return describe(value)
+
+
+def _is_class(value: Any) -> TypeGuard[type]:
+    return issubclass(type(value), type)

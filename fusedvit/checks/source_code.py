@@ -36,7 +36,7 @@ def definition_of(value: object) -> Definition | None:
     Raises:
         UnreadSource: the source cannot be read for now; as every function here that reads one.
     """
-    if not isinstance(value, FunctionType):
+    if type(value) is not FunctionType:
         return None
     name = value.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
@@ -135,7 +135,7 @@ def wrapped_by(function: FunctionType) -> FunctionType | None:
     """The function that a decorator's wrapper calls: its `__wrapped__`, if its closure holds that too; else None."""
     inner = getattr(function, "__wrapped__", None)
     held = any(cell.cell_contents is inner for cell in cells_of(function))
-    return inner if isinstance(inner, FunctionType) and held else None
+    return inner if type(inner) is FunctionType and held else None
 
 
 def cells_of(function: FunctionType) -> list[CellType]:
@@ -145,7 +145,7 @@ def cells_of(function: FunctionType) -> list[CellType]:
 
 def _holds_function(cell: CellType) -> bool:
     try:
-        return isinstance(cell.cell_contents, FunctionType)
+        return type(cell.cell_contents) is FunctionType
     except ValueError:  # not assigned yet
         return False
 

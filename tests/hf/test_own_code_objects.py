@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from fusedvit.checks import fallback
+import fusedvit
+from fusedvit.checks import checked_tower, fallback
 from fusedvit.checks.ownership import held_function, is_operator
-from tests.support.towers import GRIDS, Call, assert_bitwise, error_of, fused_when, modeling, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_bitwise, error_of, fused_when, modeling, ran_original, tiny_tower
 
 WHEN = pytest.mark.parametrize("when", ["before fuse", "after a call"])
 MINUS = "fusedvit_tests::minus"
@@ -48,6 +49,27 @@ class Described(Holding):
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else lambda *a, **named: twisted(self.old(instance, *a, **named))
+
+
+class Proxy(Holding):
+    """Passes for the function that it replaces under `isinstance`, as proxies of the library wrapt do. As a method it
+    is another object at each read."""
+
+    def __init__(self, old: Any, of: Any = None) -> None:
+        super().__init__(old)
+        self.of = of or old
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self.of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return Proxy(self.old.__get__(instance, owner), self.of)
+
+    __call__ = Holding.method
 
 
 class DescribedProperty(property):
@@ -123,6 +145,10 @@ OBJECTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "module for a function of torch": lambda: in_place_of(nn.functional, "layer_norm", Scaled),
     "method for a function of C in torch": lambda: in_place_of(torch, "layer_norm", lambda old: Holding(old).method),
     "descriptor of forward": lambda: in_mlp("forward", Described),
+    "proxy of a function": lambda: in_module("rotate_half", Proxy),
+    "proxy of a function of torch": lambda: in_place_of(nn.functional, "linear", Proxy),
+    "proxy of forward": lambda: in_mlp("forward", Proxy),
+    "proxy of a call": lambda: in_place_of(nn.Module, "__call__", Proxy),
     "property of forward": lambda: in_mlp("forward", DescribedProperty),
     "descriptor of a call": lambda: in_mlp("__call__", Described),
     "descriptor of an order": lambda: in_place_of(
@@ -163,6 +189,44 @@ def test_objects_in_the_place_of_functions(name: str, when: str) -> None:
     assert sum(handle.stats()["original"].values()) == 1
     assert handle.stats()["original"].keys() <= {fallback.FOREIGN_CODE, fallback.MODIFIED}
     assert_bitwise(call.run(original), plain)
+
+
+@pytest.mark.parametrize("name", ["proxy of forward", "descriptor of an order"])
+def test_what_is_another_object_at_each_read_counts_as_one(name: str) -> None:
+    """The first call judges the tower for the next ones, and calls run fused once it is gone."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower)
+    with OBJECTS[name](), mock.patch.object(checked_tower, "own_code", wraps=checked_tower.own_code) as judged:
+        call.run(tower)
+        judged.reset_mock()
+        call.run(tower)
+        call.run(tower)
+        ran_original(handle, fallback.FOREIGN_CODE, calls=3)
+        judged.assert_not_called()
+    call.run(tower)
+    assert handle.stats()["fused"] == 1
+
+
+def test_a_reason_tells_the_code_from_the_one_that_it_replaces() -> None:
+    tower, mlp = tiny_tower(), modeling().Qwen3VLVisionMLP
+    handle, own = fusedvit.fuse(tower), mlp.forward
+
+    @functools.wraps(own)
+    def wrapper(*arguments: Any) -> Any:
+        return own(*arguments)
+
+    with mock.patch.object(mlp, "forward", wrapper):
+        assert f"Qwen3VLVisionMLP.forward is a wrapper, by {__name__}, around " in str(handle.reason())
+    code = own.__code__
+    own.__code__ = code.replace(co_stacksize=code.co_stacksize + 1, co_consts=(*code.co_consts, 1))
+    try:
+        assert "Qwen3VLVisionMLP.forward with other code than its source's" in str(handle.reason())
+    finally:
+        own.__code__ = code
+    with mock.patch.object(mlp, "forward", Proxy(own)):
+        assert f"Qwen3VLVisionMLP.forward is an object of {__name__}.Proxy" in str(handle.reason())
+    assert handle.reason() is None
 
 
 def test_a_cache_holds_what_it_calls() -> None:

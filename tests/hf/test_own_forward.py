@@ -210,15 +210,28 @@ def test_fusing_again_tells_of_a_forward_that_was_put_since(caplog: pytest.LogCa
     tower = bf16_tower()
     original = type(tower).forward
     handle = fusedvit.fuse(tower)
-    tower.forward = types.MethodType(original, tower)
+    tower.forward = functools.partial(original, tower)
     assert fusedvit.fuse(tower) is handle
     assert [fallback.BYPASSED in r.getMessage() for r in caplog.records if r.name == "fusedvit"] == [True]
     del tower.forward
     fusedvit.fuse(tower, STRICT)
-    tower.forward = types.MethodType(original, tower)
+    tower.forward = functools.partial(original, tower)
     for config in (None, STRICT):
         with pytest.raises(RuntimeError, match=fallback.BYPASSED):
             fusedvit.fuse(tower, config)
+
+
+def test_fusing_again_removes_the_method_that_a_wrapper_left() -> None:
+    """A library that takes its wrapper off puts back the method that it found, which was the original one."""
+    tower = bf16_tower()
+    found = tower.forward
+    tower.forward = wrapped(found)
+    handle = fusedvit.fuse(tower)
+    assert handle.reason() is not None
+    tower.forward = found
+    assert fusedvit.fuse(tower, STRICT) is handle and "forward" not in vars(tower)
+    Call.of(tower, GRIDS["mix"]).run(tower)
+    ran_fused(handle, calls=1)
 
 
 def test_an_engines_forward_leads_no_further() -> None:

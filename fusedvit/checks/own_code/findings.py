@@ -67,7 +67,7 @@ class Findings:
 
     def keep(self, value: object) -> None:
         """Has each call compare the body of `value`, if it is a function."""
-        if isinstance(value, FunctionType):
+        if type(value) is FunctionType:
             self.functions.setdefault(id(value), value)
 
     def methods(self) -> dict[type, tuple[str, ...]]:

@@ -68,11 +68,11 @@ def follow_attributes(walk: CodeWalk, path: str, module: nn.Module) -> None:
     for name, value in vars(module).items():
         if name not in walk.found.names:
             continue
-        if isinstance(value, MethodType) and value.__self__ is module:
+        if type(value) is MethodType and value.__self__ is module:
             walk.follow_method(type(module), value.__func__.__name__)
             if getattr(type(module), value.__func__.__name__, None) is not value.__func__:
                 walk.found.note_foreign(f"{path}.{name} is {describe(value.__func__)}")
-        elif isinstance(value, MethodType):  # it would compute with another object's weights
+        elif type(value) is MethodType:  # it would compute with another object's weights
             walk.found.note_foreign(f"{path}.{name} is a method of another object")
         elif name in walk.engine.objects:
             _follow_object(walk, f"{path}.{name}", value)

@@ -68,9 +68,9 @@ def _distinct_configs(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
 
 def _forward_names(cls: type) -> set[str]:
     forward: object = getattr(cls, "forward", None)
-    while isinstance(forward, FunctionType) and (inner := wrapped_by(forward)) is not None:
+    while type(forward) is FunctionType and (inner := wrapped_by(forward)) is not None:
         forward = inner
-    return names_in(forward.__code__) if isinstance(forward, FunctionType) else set()
+    return names_in(forward.__code__) if type(forward) is FunctionType else set()
 
 
 def _follow_attention(walk: CodeWalk, module: nn.Module) -> None:
@@ -87,7 +87,7 @@ def _follow_attention(walk: CodeWalk, module: nn.Module) -> None:
     expected = eager if name in (None, "eager") else _ATTENTION.get(_kind_of(name))
     if expected is None or definition_of(found) != expected:
         walk.found.note_foreign(f"the attention function {name!r} is {describe(found)}")
-    elif isinstance(found, FunctionType) and (name in _FOLLOWED or expected == eager):
+    elif type(found) is FunctionType and (name in _FOLLOWED or expected == eager):
         walk.follow(found, expected, f"the attention function {name!r}")
 
 

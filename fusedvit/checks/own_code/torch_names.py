@@ -95,9 +95,9 @@ class TorchNames:
 
     def _follow_inside(self, value: object) -> None:
         """Follows the C functions and tensor methods that torch's Python function `value` calls."""
-        value = inner if isinstance(value, FunctionType) and (inner := wrapped_by(value)) is not None else value
+        value = inner if type(value) is FunctionType and (inner := wrapped_by(value)) is not None else value
         self.found.keep(value)
-        if not isinstance(value, FunctionType) or id(value) in self._inside or value.__module__ not in _AROUND_C:
+        if type(value) is not FunctionType or id(value) in self._inside or value.__module__ not in _AROUND_C:
             return
         self._inside.add(id(value))
         mentioned = names_in(value.__code__)
@@ -118,6 +118,6 @@ def _is_method_of_tensors(value: object, name: str) -> bool:
 
     Methods for operators may have another name: that of the method which they call.
     """
-    if isinstance(value, FunctionType):
+    if type(value) is FunctionType:
         return is_torchs(value) and (name.startswith("__") or value.__name__ == name)
-    return isinstance(value, MethodDescriptorType) and value.__name__ == _OPERATORS_OF_C.get(name, name)
+    return type(value) is MethodDescriptorType and value.__name__ == _OPERATORS_OF_C.get(name, name)

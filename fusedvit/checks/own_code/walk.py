@@ -119,14 +119,14 @@ class CodeWalk:
         found, function = definition_of(value), value
         wrappers: list[FunctionType] = []
         while found is not None and found != expected and found.module.startswith(self.engine.decorators):
-            assert isinstance(function, FunctionType)
+            assert type(function) is FunctionType
             self.found.functions[id(function)] = function
             wrappers.append(function)
             if expected.path.endswith(".__call__") and found.path.endswith(".__call__"):  # from a class decorator
                 return None
             function = wrapped_by(function)
             found = definition_of(function)
-        if found != expected or not isinstance(function, FunctionType):
+        if found != expected or type(function) is not FunctionType:
             self.found.note_foreign(f"{where} is {describe(value)}")
             self.found.keep(function)  # its body may be what differs
             return None
@@ -165,7 +165,7 @@ class CodeWalk:
         value = held_function(value)
         if is_operator(value, self.engine.towers[0].partition(".")[0], name):
             return  # an engine may keep, in place of its function, the operator that it made of it
-        if isinstance(value, FunctionType) or defines_function(module.__name__, name):
+        if type(value) is FunctionType or defines_function(module.__name__, name):
             self._follow_function(value, module, name)
         elif is_foreign_object(value, self.engine) or self._is_of_others(value, module, name):
             self.found.note_foreign(f"{where} is {describe(value)}")
@@ -211,7 +211,7 @@ class CodeWalk:
 
     @staticmethod
     def _undecorated(value: object) -> Definition | None:
-        function = value if isinstance(value, FunctionType) else None
+        function = value if type(value) is FunctionType else None
         while function is not None and (inner := wrapped_by(function)) is not None and definition_of(function):
             function = inner
         return definition_of(function)
