@@ -26,6 +26,7 @@ import torch
 
 from fusedvit.bench.ahead_of_time import Matrix, compile_or_fail, jobs_of
 from fusedvit.bench.towers import GEOMETRIES, build_one, family_and_spec
+from fusedvit.children import search_path
 from fusedvit.cli.console import Step, plain
 from fusedvit.families.base import Family
 from fusedvit.kernels.tile_configs import Target
@@ -41,6 +42,7 @@ from fusedvit.tolerance import Comparison, compare
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 COMPILERS = 2  # processes
+PROGRAM = "fusedvit.cli.kernel_checks"
 PATCHES = 1024
 COMPILED = Matrix((90,), ("bf16",), ("Qwen3-VL-8B",), (PATCHES,), alike=True)
 WHAT_COMPILED = f"Qwen3-VL-8B's kernels at {PATCHES} patches compiled for sm_90"
@@ -118,13 +120,13 @@ class _Worker:
 
     def __init__(self, arguments: Sequence[str], output: Any, errors: Any) -> None:
         self._output, self._errors = output, errors
-        environment = {**os.environ, "TRITON_INTERPRET": str(int(arguments[0] == "interpret")), "OMP_NUM_THREADS": "1"}
+        changed = {"TRITON_INTERPRET": str(int(arguments[0] == "interpret")), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fusedvit.cli.kernel_checks", *arguments, "--parent", str(os.getpid())],
+            [sys.executable, "-m", PROGRAM, *arguments, "--parent", str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
-            env=environment,
+            env=os.environ | search_path() | changed,
             start_new_session=True,
         )
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedvit.checkpoint import default_dtype, device_or_default
+from fusedvit.children import search_path
 from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.corpus.loading import OUTPUTS
@@ -343,7 +344,7 @@ def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Calla
 
 
 def _started(job: Job, gpu: int) -> "subprocess.Popen[str]":
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": _visible(gpu)}
+    environment = os.environ | search_path() | {"CUDA_VISIBLE_DEVICES": _visible(gpu)}
     command = [sys.executable, "-m", WORKER, json.dumps(asdict(job))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 

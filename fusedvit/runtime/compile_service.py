@@ -28,6 +28,7 @@ from typing import Any
 
 import triton
 
+from fusedvit.children import absolute, search_path
 from fusedvit.errors import is_of_handler
 from fusedvit.kernels.launch import KernelJob, private_cache
 
@@ -245,8 +246,7 @@ class CompileService:
         return {
             **os.environ,
             **dict.fromkeys(THREADS, "1"),
-            "PYTHONPATH": os.pathsep.join(filter(None, map(_absolute, sys.path))),
-            "PYTHONSAFEPATH": "1",
+            **search_path(),
             "TRITON_CACHE_DIR": _cache_folder(),
             "TMPDIR": self._scratch,
             "CUDA_VISIBLE_DEVICES": "",
@@ -336,15 +336,7 @@ def _pipe() -> tuple[int, int]:
 
 
 def _cache_folder() -> str:
-    return _absolute(triton.knobs.cache.dir) if triton.knobs.cache.dir else ""
-
-
-def _absolute(folder: str) -> str:
-    """The absolute path of a folder; "" for a relative one after the working folder was removed."""
-    try:
-        return os.path.abspath(folder)
-    except FileNotFoundError:
-        return ""
+    return absolute(triton.knobs.cache.dir) if triton.knobs.cache.dir else ""
 
 
 def _cache_is_empty() -> bool:

@@ -225,13 +225,20 @@ def _other_inside_compiled(wrapper: Any) -> None:
 COMPILED = {f.__name__: f for f in (_other_compiled, _other_disabled, _other_inside_compiled)}
 
 
+@pytest.fixture
+def wrapper() -> Any:
+    found = hooks.AlignDevicesHook.pre_forward
+    if "_compiled_fn" not in found.__code__.co_names:
+        pytest.skip("accelerate before 1.13 has no such wrapper")
+    return found
+
+
 @pytest.mark.parametrize("used", [False, True], ids=["before fuse", "after a call"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_a_wrapper_of_accelerates_keeps_to_run(name: str, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_wrapper_of_accelerates_keeps_to_run(
+    name: str, used: bool, wrapper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wrapper runs what it finds in an attribute of itself."""
-    wrapper = hooks.AlignDevicesHook.pre_forward
-    if "_compiled_fn" not in wrapper.__code__.co_names:
-        pytest.skip("this release of accelerate has no such wrapper")
     monkeypatch.setattr(wrapper, "_compiled_fn", torch.compiler.disable(wrapper.__wrapped__), raising=False)
     tower = tiny_tower()
     original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
@@ -247,9 +254,8 @@ def test_what_a_wrapper_of_accelerates_keeps_to_run(name: str, used: bool, monke
     assert handle.stats()["fused"] == used and "blocks.0.mlp" in handle.report()
 
 
-def test_a_wrapper_of_accelerates_that_runs_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_of_accelerates_that_runs_for_the_first_time(wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps what it makes then; that is no change, of the tower or of what a record waits for."""
-    wrapper = hooks.AlignDevicesHook.pre_forward
     monkeypatch.setattr(wrapper, "_compiled_fn", None, raising=False)  # put back afterwards, if there was one
     monkeypatch.delattr(wrapper, "_compiled_fn")
     tower = tiny_tower()
@@ -262,8 +268,7 @@ def test_a_wrapper_of_accelerates_that_runs_for_the_first_time(monkeypatch: pyte
     assert handle.stats()["refreshes"] == 1
 
 
-def test_a_wrapper_of_accelerates_that_would_keep_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapper = hooks.AlignDevicesHook.pre_forward
+def test_a_wrapper_of_accelerates_that_would_keep_something_else(wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wrapper, "_compiled_fn", None, raising=False)
     monkeypatch.delattr(wrapper, "_compiled_fn")
     monkeypatch.setattr(torch.compiler, "disable", lambda function: _kept_elsewhere)

@@ -19,10 +19,11 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "graphs": (),
     "errors": (),
     "tolerance": (),
+    "children": (),
     "cores": (),
     "config": ("graphs",),
     "model": ("kernels",),
-    "runtime": ("model", "graphs", "kernels", "cores", "errors"),
+    "runtime": ("model", "graphs", "kernels", "children", "cores", "errors"),
     "families": ("model",),
     "checks": ("families", "model", "errors"),
     "pixels": ("model", "kernels", "checks", "cores", "errors"),
@@ -45,7 +46,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
         *("api", "fused_encoder", "outputs", "checks", "runtime", "model", "config", "errors", "forks"),
         "tower_copies",
     ),
-    "corpus": ("api", "checkpoint", "checks", "config", "cores", "errors", "fused_encoder", "pixels"),
+    "corpus": ("api", "checkpoint", "checks", "children", "config", "cores", "errors", "fused_encoder", "pixels"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
 PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}

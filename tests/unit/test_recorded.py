@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -200,6 +201,7 @@ WRITES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.skipif(sys.version_info[:3] == (3, 13, 0), reason="misses attributes that are set (python/cpython#125608)")
 @pytest.mark.parametrize("write", WRITES)
 def test_versions_count_every_write(write: str) -> None:
     assert recorded._versions_work()
