@@ -40,7 +40,7 @@ LONGEST_END = 5.0  # seconds that a thread may take to end
 PROGRAM = "fusedvit.runtime.compile_program"
 STARTS = 3  # of the program, until it is given up
 RETRY = 30.0  # seconds after which a thread or process that the system had no room for is tried again
-TRIES = 3  # of a kernel that is done and cannot be found
+TRIES = 3  # of a kernel that is done and cannot be found, or has another key in the program
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -117,8 +117,7 @@ class CompileService:
         A kernel that was compiled and is not found in the cache is sent again, `TRIES` times in all.
         """
         with self.changed:
-            if self._follow_settings():  # the keys may be other ones now
-                return
+            self._follow_settings()
             new = {digest: job for digest, job in request.jobs.items() if digest not in self.failed}
             if self.broken or not new:
                 return
@@ -138,23 +137,20 @@ class CompileService:
             else:
                 self._send(request)
 
-    def _follow_settings(self) -> bool:
+    def _follow_settings(self) -> None:
         """Ends a program that was started with other settings of Triton than those of now, and forgets what it said:
-        PyTorch's Inductor, vLLM and SGLang set TRITON_CACHE_DIR when they first compile. Returns whether they changed.
-        """
+        PyTorch's Inductor, vLLM and SGLang set TRITON_CACHE_DIR when they first compile."""
         settings = {name: value for name, value in self._environment().items() if name.startswith("TRITON_")}
         settings |= get_cache_invalidating_env_vars()  # some have other names
-        known, self._settings = self._settings, settings
-        if known in ({}, settings):
-            return False
-        self.done.clear()
-        self.failed.clear()
-        self.broken, self._again, self._starts = "", math.inf, 0
-        self._tries.clear()
-        self._waiting.clear()  # whoever needs them finds out which of them the cache of now lacks
-        self._end_process()
-        self.changed.notify_all()
-        return True
+        if settings != self._settings:
+            self._settings = settings
+            self.done.clear()
+            self.failed.clear()
+            self.broken, self._again, self._starts = "", math.inf, 0
+            self._tries.clear()
+            self._waiting.clear()  # whoever needs them finds out which of them the cache of now lacks
+            self._end_process()
+            self.changed.notify_all()
 
     @staticmethod
     def _goes_before(request: Request, known: Request | None) -> bool:
@@ -313,6 +309,9 @@ class CompileService:
             elif said.get("compiler"):
                 self._waiting.pop(said["failed"], None)
                 self.failed[said["failed"]] = said["error"]
+            elif said.get("stale") and self._tries[said["failed"]] + 1 < TRIES:
+                self._waiting.pop(said["failed"], None)  # looked up while settings changed: it is looked up again
+                self._tries[said["failed"]] += 1
             else:
                 self.give_up(said["error"], for_now=bool(said.get("busy")))
             self.changed.notify_all()

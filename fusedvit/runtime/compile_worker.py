@@ -179,7 +179,7 @@ class Worker:
             if lock >= 0:
                 os.close(lock)
             error = f"the key of {waiting.job.name} is another one in the compiling process"
-            self._say(failed=digest, error=error, busy=True)
+            self._say(failed=digest, error=error, stale=True, busy=True)
             return
         forget_damaged(digest, waiting.job.name)
         reader, writer = os.pipe()

@@ -115,9 +115,9 @@ def test_a_kernel_whose_files_were_partly_deleted_is_compiled_again(
     forget_damaged("ab", "k")
     assert is_cached("ab", "k")
     next(tmp_path.rglob(deleted)).unlink()
-    assert not is_cached("ab", "k") and manager.get_group("k.json")
+    assert not is_cached("ab", "k") and manager.get_file("__grp__k.json")
     forget_damaged("ab", "k")
-    assert not manager.get_group("k.json")
+    assert not manager.get_file("__grp__k.json")
 
 
 def test_a_private_cache_stands_for_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
