@@ -142,8 +142,8 @@ class CompileService:
         PyTorch's Inductor, vLLM and SGLang set TRITON_CACHE_DIR when they first compile."""
         settings = {name: value for name, value in self._environment().items() if name.startswith("TRITON_")}
         settings |= get_cache_invalidating_env_vars()  # some have other names
-        if settings != self._settings:
-            self._settings = settings
+        known, self._settings = self._settings, settings
+        if known not in ({}, settings):
             self.done.clear()
             self.failed.clear()
             self.broken, self._again, self._starts = "", math.inf, 0
