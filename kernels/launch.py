@@ -14,7 +14,7 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -237,13 +237,22 @@ class FromCache(triton.AsyncCompileMode):
 
 
 def is_cached(digest: str, name: str) -> bool:
-    """Whether Triton's cache holds the kernel of this key, all its files included."""
+    """Whether Triton's cache holds the kernel of this key, with the files that Triton needs: others may delete some."""
+    name = name[:150]  # as Triton cuts it
     try:
-        return bool(get_cache_manager(digest).get_group(f"{name[:150]}.json"))  # as Triton cuts it
+        files = get_cache_manager(digest).get_group(f"{name}.json") or {}
+        return files.keys() >= {f"{name}.json", f"{name}.cubin"}
     except (OSError, RuntimeError) as error:  # the cache's folder cannot be created, or is not configured
         if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it
             raise
         return False
+
+
+def forget_damaged(digest: str, name: str) -> None:
+    """Removes the list of a kernel's files if some were deleted: Triton would read the others instead of compiling."""
+    if not is_cached(digest, name):
+        with suppress(OSError, RuntimeError):
+            os.unlink(os.path.join(getattr(get_cache_manager(digest), "cache_dir", ""), f"__grp__{name[:150]}.json"))
 
 
 _from_cache: ContextVar[FromCache | None] = ContextVar("fusedvit_from_cache", default=None)
@@ -302,15 +311,16 @@ def record(run: Callable[[], object]) -> dict[object, KernelJob]:
 
 
 def private_cache(folder: str) -> type[FileCacheManager]:
-    """A manager for a Triton cache that can only be read: kernels that it lacks are kept in `folder`.
+    """A manager for Triton's cache of now, which can only be read: kernels that it lacks are kept in `folder`.
 
-    Set it as `triton.knobs.cache.manager_class`.
+    Set it as `triton.knobs.cache.manager_class`. It leaves other folders that become Triton's cache as they are.
     """
+    read_only = knobs.cache.dir
 
     class PrivateCache(FileCacheManager):
         def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
-            shared = os.path.join(knobs.cache.dir or "", key)
-            if override or dump or _is_whole(shared):
+            cache = knobs.cache.dir
+            if override or dump or cache != read_only or _is_whole(os.path.join(cache or "", key)):
                 super().__init__(key, override, dump)
                 return
             self.key, self.cache_dir = key, os.path.join(folder, key)
@@ -407,6 +417,8 @@ def _first_launch(
         hash_sources(kernel, lambda: None, set())
     run = partial(kernel.warmup, grid=(programs,)) if pdl else kernel[(programs,)]
     built = run(*given, **constants, **named)
+    if built is None and isinstance(kernel, JITFunction):
+        raise RuntimeError(f"{kernel.__name__} is not launched: triton.knobs.runtime.jit_cache_hook says so")
     if built is None:  # the interpreter compiles nothing
         return None
     compiled = _compiled[key] = Loaded(built, constants, pdl)

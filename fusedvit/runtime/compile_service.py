@@ -27,6 +27,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.nvidia.compiler import CUDAOptions
 
 from fusedvit.children import absolute, search_path
 from fusedvit.errors import is_of_handler
@@ -39,7 +41,7 @@ LONGEST_END = 5.0  # seconds that a thread may take to end
 PROGRAM = "fusedvit.runtime.compile_program"
 STARTS = 3  # of the program, until it is given up
 RETRY = 30.0  # seconds after which a thread or process that the system had no room for is tried again
-TRIES = 3  # of a kernel that is done and cannot be found
+TRIES = 3  # of a kernel that is done and cannot be found, or has another key in the program
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -87,6 +89,7 @@ class CompileService:
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: SimpleQueue[Request | None] = SimpleQueue()
         self._scratch = ""
+        self._full: set[str] = set()  # caches of which a warning said that they take no files
         self._settings: dict[str, str] = {}  # of Triton, with which the program was started
         self._starts = 0
         self._users = 0
@@ -136,12 +139,15 @@ class CompileService:
                 self._send(request)
 
     def _follow_settings(self) -> None:
-        """Ends a program that was started with other settings of Triton than those of now: PyTorch's Inductor, vLLM and
-        SGLang set TRITON_CACHE_DIR when they first compile."""
+        """Ends a program that was started with other settings of Triton than those of now, and forgets what it said:
+        PyTorch's Inductor, vLLM and SGLang set TRITON_CACHE_DIR when they first compile."""
         settings = {name: value for name, value in self._environment().items() if name.startswith("TRITON_")}
-        if settings != self._settings:
-            self._settings = settings
+        settings |= get_cache_invalidating_env_vars()  # some have other names
+        known, self._settings = self._settings, settings
+        if known not in ({}, settings):
             self.done.clear()
+            self.failed.clear()
+            self.broken, self._again, self._starts = "", math.inf, 0
             self._tries.clear()
             self._waiting.clear()  # whoever needs them finds out which of them the cache of now lacks
             self._end_process()
@@ -223,7 +229,7 @@ class CompileService:
 
     def _program(self) -> "subprocess.Popen[bytes]":
         """Starts the program; `stdout` of what is returned has its answers. Raises OSError."""
-        if not self._scratch:
+        if not os.path.isdir(self._scratch):  # not made yet, or removed: systems clear /tmp of what is old
             self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
         ours, theirs = _pipe()  # not its standard output: what is imported there may print
         with open(theirs, "wb"), contextlib.ExitStack() as undo:
@@ -243,8 +249,15 @@ class CompileService:
         return process
 
     def _environment(self) -> dict[str, str]:
+        """The program's environment. Of some settings, Triton has read here what the environment said when it was
+        imported, or what was set without the environment: keys of kernels name that, so that the program reads it."""
+        read_here = {
+            "TRITON_INTERPRET": "0",  # of kernels that are interpreted here, none is compiled
+            "TRITON_DEBUG": str(int(triton.knobs.runtime.debug)),
+            "PTXAS_OPTIONS": CUDAOptions.ptx_options,
+        }
         return {
-            **os.environ,
+            **{name: value for name, value in {**os.environ, **read_here}.items() if value is not None},
             **dict.fromkeys(THREADS, "1"),
             **search_path(),
             "TRITON_CACHE_DIR": _cache_folder(),
@@ -271,7 +284,9 @@ class CompileService:
         assert process.stdout is not None, "started with a pipe"
         with contextlib.suppress(ValueError, OSError), process.stdout as lines:
             for line in lines:
-                self._hear(json.loads(line))
+                with self.changed:
+                    if self._process is process:  # else we have ended it, and its answers may be of other settings
+                        self._hear(json.loads(line))
         process.wait()
         outbox.put(None)  # who sends ends too
         with self.changed:
@@ -294,6 +309,9 @@ class CompileService:
             elif said.get("compiler"):
                 self._waiting.pop(said["failed"], None)
                 self.failed[said["failed"]] = said["error"]
+            elif said.get("stale") and self._tries[said["failed"]] + 1 < TRIES:
+                self._waiting.pop(said["failed"], None)  # looked up while settings changed: it is looked up again
+                self._tries[said["failed"]] += 1
             else:
                 self.give_up(said["error"], for_now=bool(said.get("busy")))
             self.changed.notify_all()
@@ -301,11 +319,14 @@ class CompileService:
     def _take_private(self, folder: str) -> None:
         """Makes Triton in this process use the program's folder of kernels, as its own cache takes no files."""
         triton.knobs.cache.manager_class = private_cache(folder)
-        logger.warning(
-            "fusedvit: the Triton cache %s takes no files; kernels are kept in %s until this process ends",
-            triton.knobs.cache.dir,
-            folder,
-        )
+        cache = triton.knobs.cache.dir
+        if cache not in self._full:
+            logger.warning(
+                "fusedvit: the Triton cache %s takes no files; kernels are kept in %s until this process ends",
+                cache,
+                folder,
+            )
+        self._full.add(cache)
 
     def give_up(self, why: str, for_now: bool = False) -> None:
         """Stops background compilation, for good or for `RETRY` seconds, and warns once."""

@@ -31,8 +31,9 @@ from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.runtime.cache import get_cache_manager
 
 from fusedvit.cores import CONTROL_GROUP, available_cores
+from fusedvit.errors import attempted
 from fusedvit.kernels.codegen_checks import AbsentGPU
-from fusedvit.kernels.launch import FromCache, KernelJob, is_cached, loading_from_cache, private_cache
+from fusedvit.kernels.launch import FromCache, KernelJob, forget_damaged, is_cached, loading_from_cache, private_cache
 from fusedvit.runtime.compile_service import HEADER, Request
 from fusedvit.runtime.compiled_kernels import build_launcher, end_with_parent
 
@@ -41,10 +42,9 @@ MEMORY_OF_A_CHILD = 600 << 20  # bytes
 NICENESS = 19  # of a child whose kernel nobody waits for
 LONGEST = 300.0  # seconds that one kernel may take
 TICK = 0.25  # seconds between two looks at the process that started this one
-TRIES = 2  # of a kernel whose child was killed
+TRIES = 2  # of a kernel whose child was killed, or wrote files where it could not: the cache may be cleared just then
 BUSY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the system has no room for a process for now
 PTXAS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-NO_ROOM = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOENT)
 
 
 @dataclass
@@ -179,8 +179,9 @@ class Worker:
             if lock >= 0:
                 os.close(lock)
             error = f"the key of {waiting.job.name} is another one in the compiling process"
-            self._say(failed=digest, error=error, busy=True)
+            self._say(failed=digest, error=error, stale=True, busy=True)
             return
+        forget_damaged(digest, waiting.job.name)
         reader, writer = os.pipe()
         try:
             pid = os.fork()
@@ -220,12 +221,13 @@ class Worker:
             return
         self._forget(fd)
         said = json.loads(child.text) if child.text else {"error": "its compiler was killed", "lost": True}
+        of_files = said.get("errno") not in (None, *BUSY)
         if "error" not in said:
             self._say(done=child.digest)
-        elif said.get("errno") in NO_ROOM and not child.private and (self.private or self._go_private()):
-            self.waiting[child.digest] = child.waiting
-        elif said.get("lost") and child.waiting.tries + 1 < TRIES:
+        elif ("lost" in said or of_files) and child.waiting.tries + 1 < TRIES:
             child.waiting.tries += 1
+            self.waiting[child.digest] = child.waiting
+        elif of_files and not child.private and (self.private or self._go_private()):
             self.waiting[child.digest] = child.waiting
         else:
             self._say_failed(child.digest, said)
@@ -261,8 +263,8 @@ class Worker:
 
 def _match_ptxas(request: Request) -> None:
     """Makes keys here name the version of ptxas that the other process's keys name: that process reads it once, and
-    PyTorch's Inductor may set TRITON_PTXAS_PATH later."""
-    if get_ptxas_version(request.arch) != request.ptxas:
+    PyTorch's Inductor may set TRITON_PTXAS_PATH later, somebody to what is no program."""
+    if attempted(lambda: get_ptxas_version(request.arch)) != request.ptxas:
         for name in PTXAS:
             os.environ.pop(name, None)
         get_ptxas_version.cache_clear()

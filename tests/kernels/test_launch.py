@@ -1,5 +1,6 @@
 """A compiled kernel launched again: directly, or through Triton's launcher if there are launch hooks."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -7,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from triton import knobs
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction
 
 from fusedvit.kernels import launch, norms
-from fusedvit.kernels.launch import Loaded
+from fusedvit.kernels.launch import Loaded, forget_damaged, is_cached, private_cache
 
 
 class Launcher:
@@ -99,3 +102,37 @@ def test_a_collection_launches_nothing_that_this_process_has(monkeypatch: pytest
         for bounds in (clip, None):
             norms.residual_norm(hidden, torch.ones(64), hidden, rows, 1e-6, 4, clip=bounds)
     assert len(mode.jobs) == 2
+
+
+@pytest.mark.parametrize("deleted", ["k.cubin", "k.json"])
+def test_a_kernel_whose_files_were_partly_deleted_is_compiled_again(
+    deleted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton would read the files that are left, and raise KeyError in a call."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    manager = get_cache_manager("ab")
+    manager.put_group("k.json", {name: manager.put(b"code", name) for name in ("k.json", "k.cubin", "k.ptx")})
+    forget_damaged("ab", "k")
+    assert is_cached("ab", "k")
+    next(tmp_path.rglob(deleted)).unlink()
+    assert not is_cached("ab", "k") and manager.get_file("__grp__k.json")
+    forget_damaged("ab", "k")
+    assert not manager.get_file("__grp__k.json")
+
+
+def test_a_private_cache_stands_for_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled after Triton's cache has moved is kept there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "full"))
+    manager = private_cache(str(tmp_path / "private"))
+    assert manager("key").cache_dir == str(tmp_path / "private" / "key")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))
+    assert manager("key").cache_dir == str(tmp_path / "another" / "key")
+
+
+def test_a_launch_that_a_hook_suppresses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jit_cache_hook` may have Triton launch nothing, and say nothing of it."""
+    monkeypatch.setattr(launch, "hash_sources", lambda *_: None)
+    suppressed = mock.MagicMock(spec=JITFunction, arg_names=["x", "WIDTH"], __name__="a_kernel")
+    suppressed.__getitem__.return_value = lambda *given, **named: None
+    with pytest.raises(RuntimeError, match="a_kernel is not launched: .*jit_cache_hook"):
+        launch._first_launch(suppressed, ("key",), 1, (torch.empty(1),), {"WIDTH": 1}, {})

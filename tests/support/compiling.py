@@ -3,6 +3,7 @@ not there, and prints what became of them as JSON.
 
 Words on the command line: `wait`: it prints a line first, and waits. `move`: once a kernel is compiled, Triton's cache
 is another folder, and its ptxas the program in OTHER_PTXAS, as when PyTorch's Inductor first compiles for a GPU.
+`debug`: then, settings change as in a notebook. `damage`: then, files of the cache are deleted.
 """
 
 import json
@@ -11,6 +12,7 @@ import os
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import triton
@@ -48,6 +50,26 @@ def wait_for(service: CompileService, jobs: dict[str, KernelJob]) -> None:
             service.changed.wait(0.2)
 
 
+def move() -> None:
+    os.environ["TRITON_CACHE_DIR"] += "-of-a-compiler"
+    os.environ |= dict.fromkeys(compile_worker.PTXAS, os.environ["OTHER_PTXAS"])
+
+
+def debug() -> None:
+    """What Triton reads when it is imported, and what keys depend on; there is no such ptxas as this one."""
+    triton.knobs.runtime.debug = True
+    os.environ |= {"TRITON_INTERPRET": "1", "PTXAS_OPTIONS": "-O1", "DISABLE_PTXAS_OPT": "1"}
+    os.environ |= dict.fromkeys(compile_worker.PTXAS, os.path.dirname(__file__))
+
+
+def damage() -> None:
+    for cubin in Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin"):
+        cubin.unlink()
+
+
+CHANGES = {"move": move, "debug": debug, "damage": damage}
+
+
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     triton.runtime.driver.set_active(AbsentGPU(ARCH))
@@ -59,13 +81,13 @@ def main() -> None:
                 service.changed.wait_for(lambda: service.done, 60)
             print(service._process.pid if service._process else 0, service._scratch, flush=True)
             time.sleep(60)
-        if "move" in sys.argv:
+        changes = [CHANGES[word] for word in sys.argv if word in CHANGES]
+        if changes:
             with service.changed:
                 service.changed.wait_for(lambda: service.done, 60)
-            os.environ["TRITON_CACHE_DIR"] += "-of-a-compiler"
-            os.environ |= dict.fromkeys(compile_worker.PTXAS, os.environ["OTHER_PTXAS"])
+            changes[0]()
         wait_for(service, jobs)
-        while "move" in sys.argv and not service.broken and (jobs := missing()):
+        while changes and not service.broken and (jobs := missing()):
             service.compile(Request(ARCH, get_ptxas_version(ARCH), jobs, 1.0, urgent=False))
             wait_for(service, jobs)
     left = missing()

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from unittest import mock
 
 import pytest
 
-from fusedvit.runtime import compile_worker
-from fusedvit.runtime.compile_service import CompileService
+from fusedvit.runtime import compile_service, compile_worker
+from fusedvit.runtime.compile_service import CompileService, Request
 from fusedvit.runtime.compile_worker import Child, Waiting, Worker
 from tests.support.fake_compiler import FakeJob
 from tests.support.waiting import alive, children, until
@@ -113,6 +114,75 @@ def test_settings_that_change(tmp_path: Path) -> None:
     found = result(start(env, "move"))
     assert found["broken"] == "" and found["failed"] == [] and found["left"] == 0 and not found["kept"]
     assert found["done"] == 4, "what was compiled into the first folder is compiled into the second one"
+
+
+@pytest.mark.parametrize("change", ["debug", "damage"])
+def test_what_a_notebook_or_a_cleaner_changes(change: str, tmp_path: Path) -> None:
+    found = result(start(environment(tmp_path / "cache"), change))
+    assert found["broken"] == "" and found["failed"] == [] and found["left"] == 0
+    assert "fusedvit: " not in found["said"]
+
+
+def test_other_settings_are_a_new_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = mock.Mock()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CompileService, "_start", started)
+    service, job = CompileService(), FakeJob("a kernel")
+    request = Request(90, "", {"digest": job}, 1.0, urgent=False)  # type: ignore[dict-item]
+    service.compile(request)
+    service.failed["another"] = "its compiler does not run"
+    service.give_up("the compiling process ended with status 1")
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    service.compile(request)
+    assert not service.broken and not service.failed and service.waits_for(["digest"])
+    assert started.call_count == 2
+
+
+def test_answers_of_a_program_that_was_ended() -> None:
+    """They are of settings of before."""
+    service, ended, answers = CompileService(), mock.Mock(), [{"private": "/nowhere"}, {"failed": "d", "error": "no"}]
+    ended.stdout = io.BytesIO("".join(json.dumps(answer) + "\n" for answer in answers).encode())
+    with mock.patch.object(service, "_take_private", side_effect=AssertionError("it moves to a folder")):
+        service._listen(ended, mock.Mock())
+    assert service.broken == "" and ended.wait.called
+
+
+def test_a_cache_that_takes_no_files_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whichever program finds it."""
+    monkeypatch.setattr(compile_service.triton.knobs.cache, "manager_class", None)
+    warned = mock.Mock()
+    monkeypatch.setattr(compile_service.logger, "warning", warned)
+    service = CompileService()
+    for cache in "/one", "/one", "/another":
+        monkeypatch.setenv("TRITON_CACHE_DIR", cache)
+        service._hear({"private": "/kernels"})
+    assert [call.args[1] for call in warned.call_args_list] == ["/one", "/another"]
+
+
+def test_a_folder_for_temporary_files_that_was_removed(tmp_path: Path) -> None:
+    """As systems do that clear /tmp of what is old."""
+    service = CompileService()
+    service._scratch = str(tmp_path / "removed")
+    with service.changed:
+        service._start()
+    assert service.broken == "" and os.path.isdir(service._scratch)
+    service.stop()
+
+
+def test_what_cannot_be_written_is_tried_again_before_another_folder(tmp_path: Path) -> None:
+    """Somebody may have cleared the cache just then, or put a file in its place."""
+    worker, job = Worker(os.getpid(), tmp_path, io.StringIO()), FakeJob("a kernel")
+    kernel = Waiting(job, 90, (1.0, 0.0), False)  # type: ignore[arg-type]
+    for moved in False, True:
+        reader, writer = os.pipe()
+        os.write(writer, json.dumps({"error": "NotADirectoryError", "errno": errno.ENOTDIR}).encode())
+        os.close(writer)
+        worker.children[reader] = Child(2**22 + 1, "digest", kernel, 0.0, False)  # the id of no process
+        worker.selector.register(reader, selectors.EVENT_READ)
+        with mock.patch.object(Worker, "_go_private", return_value=True) as go_private:
+            worker._hear(reader)
+            worker._hear(reader)
+        assert worker.waiting.pop("digest") is kernel and go_private.called is moved
 
 
 def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -219,7 +289,8 @@ def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_has_another_key_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no fault of the kernel, and nothing is compiled under a key that nobody looks up."""
+    """It is no fault of the kernel, and nothing is compiled under a key that nobody looks up. The first times it is
+    looked up again: a thread may have looked it up just before settings changed."""
     monkeypatch.setattr(compile_worker.triton.runtime.driver, "set_active", lambda driver: None)
     monkeypatch.setattr(compile_worker, "is_cached", lambda digest, name: False)
     monkeypatch.setattr(compile_worker, "_lock", lambda digest: os.open(tmp_path, os.O_RDONLY))
@@ -232,8 +303,10 @@ def test_a_kernel_that_has_another_key_there(tmp_path: Path, monkeypatch: pytest
     assert said["failed"] == "another digest" and said["busy"] and "the key of a kernel" in said["error"]
     assert len(os.listdir("/proc/self/fd")) == opened
     service = CompileService()
-    service._hear(said)
-    assert service.broken == said["error"] and not service.failed
+    for broken in "", "", said["error"]:
+        service._waiting["another digest"] = mock.Mock()
+        service._hear(said)
+        assert service.broken == broken and not service.failed and not service.waits_for(["another digest"])
 
 
 def test_no_room_for_another_process(tmp_path: Path) -> None:
