@@ -417,7 +417,7 @@ def _first_launch(
         hash_sources(kernel, lambda: None, set())
     run = partial(kernel.warmup, grid=(programs,)) if pdl else kernel[(programs,)]
     built = run(*given, **constants, **named)
-    if built is None and isinstance(kernel, JITFunction):
+    if built is None and knobs.runtime.jit_cache_hook is not None:
         raise RuntimeError(f"{kernel.__name__} is not launched: triton.knobs.runtime.jit_cache_hook says so")
     if built is None:  # the interpreter compiles nothing
         return None

@@ -132,6 +132,7 @@ def test_a_private_cache_stands_for_one_folder(tmp_path: Path, monkeypatch: pyte
 def test_a_launch_that_a_hook_suppresses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """`jit_cache_hook` may have Triton launch nothing, and say nothing of it."""
     monkeypatch.setattr(launch, "hash_sources", lambda *_: None)
+    monkeypatch.setattr(launch.knobs.runtime, "jit_cache_hook", lambda **_: True)
     suppressed = mock.MagicMock(spec=JITFunction, arg_names=["x", "WIDTH"], __name__="a_kernel")
     suppressed.__getitem__.return_value = lambda *given, **named: None
     with pytest.raises(RuntimeError, match="a_kernel is not launched: .*jit_cache_hook"):
