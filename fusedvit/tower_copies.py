@@ -125,7 +125,8 @@ def _structure_of(tower: nn.Module) -> list[object]:
     numbers: dict[int, int] = {}
     found: list[object] = []
     for path, module in tower.named_modules(remove_duplicate=False):
-        found.append((path, own_class(type(module)), numbers.setdefault(id(module), len(numbers))))
+        classes = (own_class(type(module)), *map(type, (module._parameters, module._buffers, module._modules)))
+        found.append((path, classes, numbers.setdefault(id(module), len(numbers))))
         for registry in (module._parameters, module._buffers):
             tensors = {name: t for name, t in registry.items() if t is not None}
             found.append([(n, t.shape, t.dtype, numbers.setdefault(id(t), len(numbers))) for n, t in tensors.items()])

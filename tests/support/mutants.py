@@ -969,8 +969,13 @@ MUTANTS = (
     _without("machines that fail", COMPILED, "_of_machine(error, folder) or ", "unit/compiled_kernels:a_machine"),
     Mutant("videos of phones", MEDIA, "round(frame.rotation / 90)", "0", "unit/pixels/media:videos_are_turned"),
     Mutant("pictures of another's plugin", FORMATS, '{"MPO": "JPEG"}', "{}", "unit/pixels/media:whatever"),
-    _never("settings of Triton", SERVICE, "settings != self._settings", "unit/compile_service:settings_that_change"),
-    _never("keys' ptxas", WORKER, "get_ptxas_version(request.arch) != request.ptxas", "unit/compile_service:settings"),
+    _never("settings of Triton", SERVICE, "known not in ({}, settings)", "unit/compile_service:settings_that_change"),
+    _never(
+        "keys' ptxas",
+        WORKER,
+        "attempted(lambda: get_ptxas_version(request.arch)) != request.ptxas",
+        "unit/compile_service:settings",
+    ),
     _never("other keys", WORKER, 'mode.digest not in ("", digest)', "unit/compile_service:a_kernel_that_has_another"),
     Mutant(
         "a folder's ptxas",
