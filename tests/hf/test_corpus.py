@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -464,8 +463,7 @@ def test_files_that_are_left_out_are_said(checkpoint: Path, pictures: Path, tmp_
 def test_a_tower_that_runs_its_original_code_is_told(
     checkpoint: Path, pictures: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    with contextlib.closing(SimpleNamespace(close=hook.remove)):
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None):
         result = RUNNER.invoke(app, ["embed", str(checkpoint), str(pictures), str(tmp_path / "out"), *IN_FP32])
     assert result.exit_code in (0, 1), result.output
     assert "runs its original code: hooks" in caplog.text

@@ -43,12 +43,8 @@ CONSOLE, ENDING, EMBED, ON_RAY = (f"fusedvit/{n}.py" for n in ("cli/console", "c
 LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epilogue", "norms", "fingerprint"))
 REFERENCE, TABLE = "kernels/reference/linear.py", "kernels/tuning_table.py"
 MEDIA, FORMATS, PROCESSORS = (f"fusedvit/pixels/{name}.py" for name in ("media", "formats", "processors"))
-COMPILED = "fusedvit/runtime/compiled_kernels.py"
-SERVICE, WORKER, LAUNCH = (
-    "fusedvit/runtime/compile_service.py",
-    "fusedvit/runtime/compile_worker.py",
-    "kernels/launch.py",
-)
+COMPILED, LAUNCH = "fusedvit/runtime/compiled_kernels.py", "kernels/launch.py"
+SERVICE, WORKER = (f"fusedvit/runtime/compile_{name}.py" for name in ("service", "worker"))
 _UNCHANGED = "            and "  # a clause of `Snapshot.unchanged`
 
 
