@@ -131,7 +131,8 @@ def _find_rules(tower: nn.Module, attention: str | None) -> ArgumentRules:
             attended |= _required(function)
         read |= names
     precomputed -= attended  # a helper may use one of these names as a keyword in an unrelated call
-    read -= {*HARMLESS, *map(option_of, recordable(tower))}
+    # Of its class, not those of `recordable`: under another name (`fully_shard`) a tower records nothing for an option.
+    read -= {*HARMLESS, *map(option_of, getattr(cls, "_can_record_outputs", None) or ())}
     return ArgumentRules(frozenset(read), frozenset(precomputed), frozenset(given))
 
 

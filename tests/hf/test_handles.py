@@ -19,7 +19,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit import api
-from fusedvit.checks import fallback
+from fusedvit.checks import arguments, fallback
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.graphs.limits import check_limits
 from fusedvit.prepared_tower import MOST_MOVES, PreparedTower
@@ -362,6 +362,23 @@ def test_a_sharded_tower(first: str, name: str, mesh: Any) -> None:
     fusedvit.unfuse(tower)
     assert type(tower).__mro__[1:3] == (FSDPModule, plain) and type(tower).__name__ == f"FSDP{plain.__name__}"
     assert_bitwise(call.run(tower), expected)
+
+
+@each_of(INSTALLED)
+def test_options_of_which_a_sharded_tower_records_nothing(name: str, mesh: Any) -> None:
+    """transformers knows what to record by a class's name, so that it ignores these options under the other name."""
+    from torch.distributed.fsdp import fully_shard
+
+    tower = family_tower(name)
+    arguments._known.pop(type(tower), None)
+    original, call = copy_of(tower), Call.of(tower, [(1, 4, 4)])
+    fully_shard(original, mesh=mesh)
+    fully_shard(tower, mesh=mesh)
+    handle = fusedvit.fuse(tower, STRICT)
+    for wanted in (True, False):
+        options = dict.fromkeys(("output_hidden_states", "output_attentions"), wanted)
+        assert_same(call.run(tower, **options), call.run(original, **options))
+    ran_fused(handle, calls=2)
 
 
 def test_what_a_sharded_tower_says_between_calls(mesh: Any) -> None:
