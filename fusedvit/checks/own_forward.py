@@ -5,6 +5,7 @@ method that the tower had when they were installed. Installed after `fuse`, they
 before, they call the original code, whatever the tower's class is.
 """
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -47,25 +48,11 @@ def _leads_to(fused: object, own: object, tower: nn.Module) -> bool:
 
 def _held_by(value: Any, tower: nn.Module) -> Iterator[Any]:
     """Objects that `value` may call: what it is bound to, wraps or closes over, its arguments and its attributes."""
-    if type(value) is MethodType:
-        yield from (value.__func__, value.__self__)
-    elif type(value) is FunctionType:
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_assigned(cell))
-        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
+    if type(value) is FunctionType:
+        yield from (value.__closure__ or (), value.__defaults__, value.__kwdefaults__, vars(value))
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
         yield from (v for v in named if isinstance(v, FunctionType | MethodType | partial))
-    elif isinstance(value, partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-        if accelerate_hooks.wraps(value, tower):  # this wrapper looks up its target in the module at each call
-            yield vars(tower).get(accelerate_hooks.OLD)
-    elif isinstance(value, list | tuple | dict):
-        yield from value.values() if isinstance(value, dict) else value
     elif not isinstance(value, type | ModuleType | nn.Module):
-        yield from (*getattr(value, "__dict__", {}).values(), getattr(value, "__wrapped__", None))
-
-
-def _is_assigned(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+        yield from (*gc.get_referents(value), getattr(value, "__wrapped__", None))  # also what slots and cells hold
+        if isinstance(value, partial) and accelerate_hooks.wraps(value, tower):  # it looks its target up at each call
+            yield vars(tower).get(accelerate_hooks.OLD)

@@ -76,6 +76,19 @@ def called_object(tower: Any) -> None:
     tower.forward = Wrapper(tower.forward)
 
 
+def slotted_object(tower: Any) -> None:
+    class Wrapper:  # as NNCF's
+        __slots__ = ("inner",)
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    tower.forward = Wrapper(tower.forward)
+
+
 def hook_on_a_wrapper(tower: Any) -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module
 
@@ -90,7 +103,7 @@ def wrapper_of_a_hook(tower: Any) -> None:
     closure(tower)
 
 
-PUTS = [prepared, compiled, closure, bound, partial, default, called_object, hook_on_a_wrapper]
+PUTS = [prepared, compiled, closure, bound, partial, default, called_object, slotted_object, hook_on_a_wrapper]
 
 
 def bf16_tower() -> Any:
