@@ -42,7 +42,6 @@ logger = logging.getLogger("fusedvit")
 
 SHIPPED = Path(__file__).resolve().parent / "tuned"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_FORMER = (("group_m", 8), ("flatten", False))  # fields that older tables have, each with its only value
 Entry = dict[str, Any]  # one of a document's "entries"
 on_forget: list[Callable[[], None]] = []  # called by `forget`
 
@@ -199,7 +198,6 @@ def config_of(backend: Backend, record: dict[str, Any], where: str) -> Any:
         TableError: a field is unknown, missing or of another type.
     """
     known = {f.name: f for f in fields(backend.config)}
-    record = {name: value for name, value in record.items() if name in known or (name, value) not in _FORMER}
     unknown = sorted(set(record) - set(known))
     if unknown:
         raise TableError(f"{where}: {backend.config.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")

@@ -68,12 +68,6 @@ def test_a_table_is_read_back(tmp_path: Path) -> None:
     assert table.find(Key("linear", "norm+rope", 3456, 1152, 2048, "bfloat16"), H200, BF16) is None
 
 
-def test_fields_of_former_tables_are_ignored(tmp_path: Path) -> None:
-    """They had one value, which the kernels have as a constant now."""
-    path = write(tmp_path, document(entry(config={**asdict(CONFIG), "group_m": 8, "flatten": False})))
-    assert tuning_table.read(path, "NVIDIA H200").entries == {KEY: CONFIG}
-
-
 BAD = {
     "no JSON": ("{", "not JSON"),
     "deeper than Python reads": ("[" * 100_000, "not JSON"),
@@ -87,7 +81,6 @@ BAD = {
     "rows as bool": (document(entry(rows=True)), "rows must be int, got bool"),
     "odd dtype": (document(entry(dtype="int8")), "dtype must be one of"),
     "unknown field": (document(entry(config={**asdict(CONFIG), "block_z": 3})), "LinearConfig has no block_z"),
-    "former field": (document(entry(config={**asdict(CONFIG), "group_m": 4})), "LinearConfig has no group_m"),
     "missing field": (document(entry(config={"block_m": 64})), "entry 0: LinearConfig"),
     "field of another type": (document(entry(config={**asdict(CONFIG), "block_m": 64.0})), "block_m must be int"),
     "flag as int": (document(entry(config={**asdict(CONFIG), "copy_engine": 1})), "copy_engine must be bool, got int"),
