@@ -5,16 +5,9 @@ use a GPU cannot be used in a forked child at all.
 """
 
 import os
+import threading
 import weakref
 from typing import Protocol
-
-
-class Lock(Protocol):
-    """`threading.Lock` and `threading.RLock`."""
-
-    def acquire(self, blocking: bool = True) -> bool: ...
-
-    def release(self) -> None: ...
 
 
 class HoldsLocks(Protocol):
@@ -32,7 +25,7 @@ def renew_in_children(holder: HoldsLocks) -> None:
     _living.add(holder)
 
 
-def is_held(lock: Lock) -> bool:
+def is_held(lock: "threading.RLock") -> bool:
     """Whether another thread holds the lock; in a forked child, that thread exists in the parent only."""
     if not lock.acquire(blocking=False):
         return True
