@@ -118,9 +118,9 @@ def _fuse_in_turn(tower: nn.Module, config: FuseConfig | None, processor: Any) -
     known = tower.__dict__.get(HANDLE)
     with as_before_on_error(processor):
         if known is not None and known.serves(tower):
-            if fused_class(type(tower)) is not None:
+            if fused_class(type(tower)) is not None and type(known) is FusedEncoder:
                 return _fuse_again(known, config, processor)
-            unfuse(tower)  # an interrupted `unfuse` left a handle that no call reaches
+            unfuse(tower)  # of an interrupted `unfuse`, which no call reaches, or of an earlier import of this package
         return _fuse(tower, config or FuseConfig(), processor)
 
 

@@ -177,7 +177,7 @@ def describe(
         *_calls(stats),
     ]
     rest = [*_memory(stats), *_folded(list(map(_copy, stats["copies"])), MOST_COPIES, "copies")]
-    if parameter.device.type == "cuda":
+    if parameter.device.type == "cuda" and reason is None:  # else nothing is chosen, maybe as the device is emulated
         budgets = [b * spec.merge_unit for b in stats["graphs"]["token_budgets"]] if "graphs" in stats else [4096]
         rest += choices(spec, parameter.dtype, Target.of(parameter.device), budgets)
     if "forward" in tower.__dict__ and (reason is None or reason.kind != BYPASSED):

@@ -114,11 +114,14 @@ class Built:
         )
 
 
-_kept: dict[tuple[type, str], Built] = {}  # by class and the config's text
+_Key = tuple[type, frozenset[type], str]
+_kept: dict[_Key, Built] = {}  # by the tower's class, those of its modules, and the config's text
 
 
-def _key(tower: nn.Module) -> tuple[type, str]:
-    return own_class(type(tower)), repr(vars(tower.config))
+def _key(tower: nn.Module) -> _Key:
+    """The inner classes are others once the tower's module was reloaded."""
+    _, *inner = tower.modules()
+    return own_class(type(tower)), frozenset(map(type, inner)), repr(vars(tower.config))
 
 
 def _built(tower: nn.Module) -> Built:

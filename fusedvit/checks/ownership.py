@@ -167,8 +167,15 @@ def _describe_function(value: Any) -> str:
     named, home = name_of(value), value.__globals__.get("__name__", "")
     if hasattr(value, "_torchdynamo_orig_callable"):
         return f"torch.compile of {named}"
-    if hasattr(value, "__wrapped__"):
-        return named if home.startswith(_DECORATORS) else f"a wrapper, by {home}, around {named}"
+    if home in sys.modules and vars(sys.modules[home]) is not value.__globals__:  # as of an earlier import
+        return f"{named} with other globals than those of {home}"
+    inner = getattr(value, "__wrapped__", None)
+    if inner is not None and not home.startswith(_DECORATORS):
+        return f"a wrapper, by {home}, around {named}"
+    if inner is not None and definition_of(value) is None:  # as type checkers compile them
+        return f"a wrapper, defined in no source, around {named}"
+    if type(inner) is FunctionType:
+        return _describe_function(inner)
     known = home == value.__module__ and home in sys.modules and defines_function(home, value.__qualname__)
     return f"{named} with other code than its source's" if known and definition_of(value) is None else named
 

@@ -62,7 +62,8 @@ def side_by_side(outputs: EncoderOutputs, spec: VisionSpec) -> torch.Tensor:
 
 
 def _record(original: type, handle: "FusedEncoder", outputs: EncoderOutputs) -> Any:
-    record = getattr(sys.modules[original.__module__], _record_class(original, handle.family.output_class))
+    scope, name = _record_class(original, handle.family.output_class)
+    record = scope[name]
     fields: dict[str, Any] = {"last_hidden_state": outputs.last_hidden_state(handle.spec)}
     if handle.spec.merged_outputs and handle.spec.returns_hidden:
         fields["pooler_output"] = outputs.pooled
@@ -72,12 +73,12 @@ def _record(original: type, handle: "FusedEncoder", outputs: EncoderOutputs) -> 
 
 
 @functools.cache
-def _record_class(original: Any, names: str | tuple[str, ...]) -> str:
-    """The name of the output record's class; of several `names`, the one that the tower's own code mentions."""
-    if isinstance(names, str):
-        return names
-    named = inspect.unwrap(original.forward).__code__.co_names
-    return next(name for name in names if name in named)
+def _record_class(original: Any, names: str | tuple[str, ...]) -> tuple[dict[str, Any], str]:
+    """Where the tower's own code finds its output record's class, and under which name: of several `names`, the one
+    that the code mentions."""
+    own = inspect.unwrap(original.forward)
+    one = names if isinstance(names, str) else next(name for name in names if name in own.__code__.co_names)
+    return own.__globals__, one
 
 
 def _hidden_states(

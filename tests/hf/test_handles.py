@@ -635,3 +635,16 @@ def test_stats_are_of_one_moment() -> None:
         handle._stats.original["one more"] += 1
     asking.join(PATIENCE)
     assert found[0]["original"] == {"one more": 1}
+
+
+def test_a_handle_of_an_earlier_import_of_this_package_is_replaced_where_options_are_given() -> None:
+    """Streamlit imports a changed package again, and keeps models. The earlier import's classes are none of ours."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    ref, earlier = call.run(tower), fusedvit.fuse(tower)
+    earlier.__class__ = type("FusedEncoder", (FusedEncoder,), {})
+    assert fusedvit.fuse(tower) is earlier
+    handle = fusedvit.fuse(tower, STRICT)
+    assert type(handle) is FusedEncoder and earlier.state() == "unfused"
+    assert_same(call.run(tower), ref)
+    assert handle.stats()["fused"] == 1

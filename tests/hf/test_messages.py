@@ -17,7 +17,9 @@ import fusedvit
 from fusedvit.api import fuse_sharded
 from fusedvit.checks import fallback
 from fusedvit.checks.as_built import Built
+from fusedvit.errors import Reason
 from fusedvit.runtime.inputs import check_grid
+from fusedvit.stats import describe
 from tests.support.processors import image_processor
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, modeling, ran_fused, tiny_model, tiny_tower
 
@@ -60,6 +62,17 @@ def test_what_is_no_config_is_refused(config: Any) -> None:
     with pytest.raises(TypeError, match=f"^fusedvit: config must be a FuseConfig, got {type(config).__name__}"):
         fusedvit.fuse(tower, config)
     assert "_fusedvit" not in vars(tower)
+
+
+def test_a_tower_that_cannot_run_fused_is_reported_without_asking_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ZeroGPU's main process the GPU is an emulated one, whose properties are few."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    parameter: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    reason = Reason(fallback.TRANSFORM, "a mode")
+    text = describe(tower, parameter, "Qwen3-VL", handle.spec, handle.stats(), reason, strict=False)
+    assert "torch.bfloat16 on cuda:0 (NVIDIA H200): original code: transform: a mode (" in text
 
 
 TAKE_CONFIG: dict[str, Callable[..., object]] = {

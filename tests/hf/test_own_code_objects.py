@@ -4,6 +4,8 @@ an operator, a module, a method, a class, a descriptor, a cache."""
 import contextlib
 import copy
 import functools
+import importlib
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -16,8 +18,18 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import checked_tower, fallback
-from fusedvit.checks.ownership import held_function, is_operator
-from tests.support.towers import GRIDS, Call, assert_bitwise, error_of, fused_when, modeling, ran_original, tiny_tower
+from fusedvit.checks.ownership import describe, held_function, is_operator, own_class
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_bitwise,
+    assert_same,
+    error_of,
+    fused_when,
+    modeling,
+    ran_original,
+    tiny_tower,
+)
 
 WHEN = pytest.mark.parametrize("when", ["before fuse", "after a call"])
 MINUS = "fusedvit_tests::minus"
@@ -227,6 +239,59 @@ def test_a_reason_tells_the_code_from_the_one_that_it_replaces() -> None:
     with mock.patch.object(mlp, "forward", Proxy(own)):
         assert f"Qwen3VLVisionMLP.forward is an object of {__name__}.Proxy" in str(handle.reason())
     assert handle.reason() is None
+
+
+def test_a_reason_tells_what_differs_inside_and_around_a_decorator_of_transformers() -> None:
+    """Type checkers compile wrappers in the module of what they wrap; line profilers change the code of functions."""
+    tower = tiny_tower()
+    cls, handle = own_class(type(tower)), fusedvit.fuse(tower)
+    own = cls.forward
+    named = f"{cls.__module__}.{cls.__qualname__}.forward"
+    code = (lambda *a, **k: own(*a, **k)).__code__
+    made = types.FunctionType(code, vars(modeling()), closure=(types.CellType(own),))
+    with mock.patch.object(cls, "forward", functools.wraps(own)(made)):
+        assert f"is a wrapper, defined in no source, around {named}" in str(handle.reason())
+    inner = inspect.unwrap(own)
+    code = inner.__code__
+    inner.__code__ = code.replace(co_consts=(*code.co_consts, 1))
+    try:
+        assert inner is not own and f"is {named} with other code than its source's" in str(handle.reason())
+    finally:
+        inner.__code__ = code
+    with mock.patch.dict(sys.modules, {cls.__module__: types.ModuleType(cls.__module__)}):
+        assert describe(inner) == f"{named} with other globals than those of {cls.__module__}"
+    assert handle.reason() is None
+
+
+def test_new_towers_run_fused_after_their_module_was_reloaded() -> None:
+    """As notebooks do. Classes that were imported before build modules of the new classes."""
+    module = modeling()
+    config, before = tiny_tower().config, dict(vars(module))
+    fusedvit.fuse(old := tiny_tower())
+    call = Call.of(old, GRIDS["mix"])
+    call.run(old)
+    try:
+        importlib.reload(module)
+        for cls in (own_class(type(old)), module.Qwen3VLVisionModel):
+            new = cls(config).requires_grad_(False)
+            ref, handle = call.run(new), fusedvit.fuse(new)
+            assert_same(call.run(new), ref)
+            assert handle.stats()["fused"] == 1, handle.report()
+        call.run(old)
+        assert fusedvit.fuse(old).stats()["fused"] == 2
+    finally:
+        vars(module).update(before)
+
+
+def test_a_fused_tower_answers_once_its_module_has_left_sys_modules() -> None:
+    tower = tiny_tower()
+    call, module = Call.of(tower, GRIDS["mix"]), own_class(type(tower)).__module__
+    ref, handle = call.run(tower), fusedvit.fuse(tower)
+    call.run(tower)
+    with mock.patch.dict(sys.modules):
+        del sys.modules[module]
+        assert_same(call.run(tower), ref)
+    assert handle.stats()["raised"] == 0
 
 
 def test_a_cache_holds_what_it_calls() -> None:
