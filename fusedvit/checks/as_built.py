@@ -39,7 +39,8 @@ from fusedvit.model.spec import VisionSpec
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 _FLATTENED = "{} is in a flat parameter of FSDP1, with or without use_orig_params; fully_shard leaves the tower fused"
 _SHARD, _SHARDED = "torch.distributed.tensor.DTensor", "torch.distributed.fsdp"  # a class; modules
-_IS_SHARD = f"{{}} is a shard ({_SHARD}); under fully_shard each call of the tower gathers it, as its unshard() does"
+_IS_SHARD = f"{{}} is a shard ({_SHARD}): fully_shard gathers it for calls, unshard() now, tensor parallelism never"
+_READ_BEFORE = ", as fuse() read it (unfuse() and fuse() read it anew)"
 _FUSED_PATCH_EMBED = "transformers.fusion_mapping"  # see Family.aliases
 # Attribute of the tower -> its value according to the spec.
 _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
@@ -167,7 +168,9 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     if causal:  # transformers passes it to the forward, if the caller does not
         return _differs(f"its config's {CAUSAL}", causal, None)
     other = [f.name for f in fields(spec) if getattr(now, f.name) != getattr(spec, f.name)]
-    return _differs(f"its config's {other[0]}", getattr(now, other[0]), getattr(spec, other[0])) if other else ""
+    if not other:
+        return ""
+    return _differs(f"its config's {other[0]}", getattr(now, other[0]), getattr(spec, other[0])) + _READ_BEFORE
 
 
 def gathers_shards(tower: nn.Module) -> bool:

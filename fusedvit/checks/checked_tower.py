@@ -116,7 +116,7 @@ class CheckedTower:
         meta = _offloaded(plain)
         if meta:
             return Reason(fallback.META, meta)
-        wrong = self.wrong_parameters(plain, family, spec) or wrong_spec(tower, family, spec)
+        wrong = wrong_spec(tower, family, spec) or self.wrong_parameters(plain, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
         built = attempted(lambda: Built.like(tower)) if self.built is None else self.built

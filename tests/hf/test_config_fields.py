@@ -14,7 +14,7 @@ from fusedvit.checks.as_built import Built
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.families.registry import family_of
 from tests.support.families import INSTALLED, TINY, class_of, each_of, family_tower
-from tests.support.towers import Call, assert_same, ran_fused
+from tests.support.towers import Call, assert_same, expected_of, ran_fused
 
 GRID = [(1, 4, 6), (1, 6, 4)]
 LISTS = {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}  # other fields are 1, or null
@@ -135,3 +135,19 @@ def test_a_window_smaller_than_a_merged_token(window: int) -> None:
             Call.of(tower, GRID).run(tower)
     with pytest.raises(fusedvit.UnsupportedModel, match=rf"window_size must be at least 8 .*, got {window}$"):
         fusedvit.fuse(tower)
+
+
+def test_fewer_blocks_in_the_config_and_the_tower() -> None:
+    """As depth pruning leaves them: the reason says how the tower runs fused again."""
+    tower = family_tower(WITHOUT_DEEPSTACK)
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRID)
+    call.run(tower)
+    depth = len(tower.blocks)
+    tower.blocks, tower.config.depth = tower.blocks[:-1], depth - 1
+    expected = expected_of(tower, call)
+    assert_same(call.run(tower), expected)
+    said = f"its config's depth is {depth - 1}, expected {depth}, as fuse() read it (unfuse() and fuse() read it anew)"
+    assert handle.reason().detail == said
+    handle = fusedvit.fuse(fusedvit.unfuse(tower))
+    assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=1)

@@ -414,6 +414,7 @@ def test_shards_that_nothing_gathers(mesh: Any) -> None:
     weight = tower.blocks[0].mlp.linear_fc1
     weight.weight = torch.nn.Parameter(DTensor.from_local(weight.weight.detach(), mesh), requires_grad=False)
     assert "blocks.0.mlp.linear_fc1.weight is a shard" in handle.reason().detail
+    assert handle.reason().detail.endswith("tensor parallelism never")
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["use_orig_params", "flat"])

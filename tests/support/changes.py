@@ -219,7 +219,7 @@ def approximation(tower: Tower) -> None:
 
 
 @change(
-    "its config's num_heads is 4, expected 2",
+    "its config's num_heads is 4, expected 2, as fuse() read it (unfuse() and fuse() read it anew)",
     before_fuse="blocks.0.attn.num_heads is 2, expected 4",
     matters=False,
 )

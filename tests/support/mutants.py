@@ -158,14 +158,14 @@ MUTANTS = (
     Mutant(
         "parameters' shapes",
         CHECKED,
-        "wrong_parameters(plain, family, spec) or wrong",
-        "wrong",
+        " or self.wrong_parameters(plain, family, spec)",
+        "",
         "hf/numbers:a_param hf/changes",
     ),
     _without(
         "the config's numbers",
         CHECKED,
-        " or wrong_spec(tower, family, spec)",
+        "wrong_spec(tower, family, spec) or ",
         "hf/numbers:every_attribute hf/changes",
     ),
     Mutant(
