@@ -243,11 +243,13 @@ def interrupted(*_: object) -> None:
 def test_threads_that_fuse_one_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first requests of a server, say: it has one handle, which each of them gets."""
 
-    def late(*given: Any) -> FusedEncoder:
-        time.sleep(0.05)
-        return FusedEncoder(*given)
+    made = FusedEncoder.__init__
 
-    monkeypatch.setattr(api, "FusedEncoder", late)
+    def late(self: FusedEncoder, *given: Any) -> None:
+        time.sleep(0.05)
+        made(self, *given)
+
+    monkeypatch.setattr(FusedEncoder, "__init__", late)
     tower, found, part = tiny_tower(), list[Any](), image_processor(patch_size=4)
     threads = [
         threading.Thread(target=lambda given=given: found.append(fusedvit.fuse(tower, processor=given)))
