@@ -22,6 +22,8 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     copy_of,
+    fused_and_original,
+    fused_tower,
     outcome,
     outputs_of,
     precomputed,
@@ -94,9 +96,7 @@ def test_original_code_runs(case: Case, used: bool, caplog: pytest.LogCaptureFix
 
 
 def test_removed_hook_and_restored_module_are_fused_again() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     expected = call.run(tower)
     hook = tower.blocks[0].register_forward_hook(lambda module, arguments, output: output)
     call.run(tower)
@@ -114,9 +114,7 @@ def test_removed_hook_and_restored_module_are_fused_again() -> None:
 @pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
 def test_hooks_on_every_module_fire(register: str) -> None:
     """Hooks for all modules of the process, as profilers set them."""
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["smallest"])
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     call.run(tower)
     seen: list[str] = []
     hook = getattr(nn.modules.module, register)(lambda module, *rest: seen.append(type(module).__name__))
@@ -208,9 +206,7 @@ def test_weights_written_while_a_hook_was_on() -> None:
 
 def test_a_dtype_viewed_in_place() -> None:
     """The same parameter at the same address, of the same version: other numbers."""
-    tower = tiny_tower().half()
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
-    call = Call.of(tower, GRIDS["smallest"])
+    tower, handle, call = fused_tower(tiny_tower().half(), GRIDS["smallest"], fusedvit.FuseConfig(watch_data=False))
     call.run(tower)
     weight = tower.blocks[1].norm2.weight
     weight.data = weight.data.view(torch.bfloat16)
@@ -220,10 +216,8 @@ def test_a_dtype_viewed_in_place() -> None:
 
 
 def test_hooks_on_the_tower_itself_are_compatible() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    tower, handle, call, original = fused_and_original(config=fusedvit.FuseConfig(strict=True))
+    expected = call.run(original)
     shapes: list[torch.Size] = []
     tower.register_forward_pre_hook(lambda module, arguments: shapes.append(arguments[0].shape))
     tower.register_forward_hook(lambda module, arguments, output: shapes.append(output.pooler_output.shape))
@@ -247,9 +241,7 @@ def test_option_of_the_config() -> None:
 
 
 def test_flags_that_are_off_or_empty_are_harmless() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower(config=fusedvit.FuseConfig(strict=True))
     call.run(tower, output_hidden_states=False, output_attentions=None, cu_seqlens=None, use_cache=True)
     ran_fused(handle, calls=1)
 
@@ -331,8 +323,7 @@ def test_several_devices() -> None:
 
 
 def test_parameters_that_have_no_shape_yet() -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     tower.blocks[0].mlp.linear_fc1.weight = nn.parameter.UninitializedParameter(requires_grad=False)
     assert "blocks.0.mlp.linear_fc1.weight" in handle.report() and "UninitializedParameter" in handle.report()
     with pytest.raises(ValueError, match="uninitialized"):  # torch's own
@@ -341,8 +332,7 @@ def test_parameters_that_have_no_shape_yet() -> None:
 
 
 def test_a_tower_without_its_config() -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     del tower.config
     assert "config" in handle.report()
     with pytest.raises(AttributeError, match="config"):  # transformers' own
@@ -393,9 +383,7 @@ def test_warnings_are_per_tower(caplog: pytest.LogCaptureFixture) -> None:
 @each_of(INSTALLED)
 def test_arguments_that_would_be_given_twice(name: str) -> None:
     """A keyword that the code itself gives to attention is one too many there, None or not."""
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, [(1, 8, 4), (1, 2, 10)])
-    fusedvit.fuse(tower)
+    tower, _, call, original = fused_and_original(family_tower(name), [(1, 8, 4), (1, 2, 10)])
     for argument in ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal"):
         expected, found = (outcome(call.run, t, **{argument: None}) for t in (original, tower))
         assert_alike(found, expected)

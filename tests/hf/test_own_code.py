@@ -27,7 +27,18 @@ from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import is_builtin
 from fusedvit.checks.source_code import definition_of
 from tests.support.families import BY_GRID, INSTALLED, SHAPES, class_of, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, fused_when, modeling, tiny_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_bitwise,
+    assert_same,
+    error_of,
+    fused_and_original,
+    fused_tower,
+    fused_when,
+    modeling,
+    tiny_tower,
+)
 
 GRID = [(1, 8, 4), (1, 2, 10)]
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -114,9 +125,7 @@ def test_every_function_that_a_tower_runs(name: str) -> None:
 
 
 def test_fused_again_when_what_was_replaced_is_back() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     expected = call.run(tower)
     attention = type(tower.blocks[0].attn)
     with mock.patch.object(attention, "forward", spoiled(attention.forward)):
@@ -589,9 +598,7 @@ def test_a_definition_is_where_the_source_says() -> None:
 
 def test_functions_added_to_a_class_that_nothing_calls() -> None:
     """Only what runs matters: a patched method of the language model or of saving leaves the tower fused."""
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower(config=STRICT)
     call.run(tower)
     with (
         mock.patch.object(type(tower).__mro__[2], "save_pretrained", lambda self: None),
@@ -633,9 +640,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("used", [False, True], ids=["not called", "called"])
 @pytest.mark.parametrize("name", CALLS)
 def test_what_calling_an_instance_runs(name: str, used: bool, path: str) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower()
     if used:
         call.run(tower)
     CALLS[name](tower.get_submodule(path))
@@ -648,9 +653,7 @@ def test_what_calling_an_instance_runs(name: str, used: bool, path: str) -> None
 
 @pytest.mark.parametrize("name", ["_call_impl", "_compiled_call_impl", "a backend"])
 def test_the_answer_of_another_call(name: str) -> None:
-    tower = tiny_tower()
-    original, call = copy.deepcopy(tower), Call.of(tower, GRIDS["mix"])
-    fusedvit.fuse(tower)
+    tower, _, call, original = fused_and_original()
     call.run(tower)
     for t in (tower, original):
         CALLS[name](t.blocks[0].mlp)
@@ -659,9 +662,7 @@ def test_the_answer_of_another_call(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"mode": "max-autotune"}, {"disable": True}], ids=str)
 def test_modules_that_torch_compiles_are_fused(options: Any) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(config=STRICT)
     for block in tower.blocks:
         block.compile(**options)
     call.run(tower)

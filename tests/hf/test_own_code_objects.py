@@ -17,7 +17,17 @@ from torch import nn
 import fusedvit
 from fusedvit.checks import checked_tower, fallback
 from fusedvit.checks.ownership import held_function, is_operator
-from tests.support.towers import GRIDS, Call, assert_bitwise, error_of, fused_when, modeling, ran_original, tiny_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_bitwise,
+    error_of,
+    fused_tower,
+    fused_when,
+    modeling,
+    ran_original,
+    tiny_tower,
+)
 
 WHEN = pytest.mark.parametrize("when", ["before fuse", "after a call"])
 MINUS = "fusedvit_tests::minus"
@@ -194,9 +204,7 @@ def test_objects_in_the_place_of_functions(name: str, when: str) -> None:
 @pytest.mark.parametrize("name", ["proxy of forward", "descriptor of an order"])
 def test_what_is_another_object_at_each_read_counts_as_one(name: str) -> None:
     """The first call judges the tower for the next ones, and calls run fused once it is gone."""
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower()
     with OBJECTS[name](), mock.patch.object(checked_tower, "own_code", wraps=checked_tower.own_code) as judged:
         call.run(tower)
         judged.reset_mock()

@@ -10,7 +10,7 @@ import fusedvit
 from fusedvit.checks import fallback
 from tests.hf.test_weights import like
 from tests.support.families import INSTALLED, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_same, copy_of, ran_fused, ran_original, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_same, copy_of, fused_tower, ran_fused, ran_original, tiny_tower
 
 STRICT = fusedvit.FuseConfig(strict=True)
 
@@ -117,9 +117,7 @@ def test_oft_that_was_merged() -> None:
 
 @pytest.mark.parametrize("view", ["every other row", "wide rows", "repeated"])
 def test_gaps_run_the_original_code(view: str) -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["images"])
+    tower, handle, call = fused_tower(grid=GRIDS["images"])
     weight = tower.blocks[0].attn.proj.weight
     new = {
         "every other row": weight.detach().repeat_interleave(2, 0)[::2],

@@ -23,6 +23,8 @@ from tests.support.towers import (
     assert_different,
     assert_same,
     copy_of,
+    fused_and_original,
+    fused_tower,
     ran_fused,
     tiny_model,
     tiny_tower,
@@ -227,9 +229,7 @@ def test_small_writes(write: Callable[[nn.Parameter, int], None], dtype: torch.d
 
 
 def test_nothing_is_refreshed_without_a_change() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["images"])
+    tower, handle, call = fused_tower(grid=GRIDS["images"], config=STRICT)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             tower(call.pixels, grid_thw=call.grid)
@@ -239,9 +239,7 @@ def test_nothing_is_refreshed_without_a_change() -> None:
 
 
 def test_unwatched_writes_need_refresh() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False, strict=True))
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower(config=fusedvit.FuseConfig(watch_data=False, strict=True))
     before = call.run(tower)
     for i, p in enumerate(tower.parameters()):
         p.data.copy_(like(p, i))
@@ -257,10 +255,7 @@ def test_unwatched_writes_need_refresh() -> None:
 
 
 def test_unwatched_buffers_have_versions_too() -> None:
-    tower = tiny_tower()
-    original = copy_of(tower)
-    fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
-    call = Call.of(tower, GRIDS["mix"])
+    tower, _, call, original = fused_and_original(config=fusedvit.FuseConfig(watch_data=False))
     before = call.run(tower)
     for here in (tower, original):
         here.rotary_pos_emb.inv_freq.mul_(1.5)
@@ -272,9 +267,7 @@ def test_unwatched_buffers_have_versions_too() -> None:
 @pytest.mark.parametrize("versioned", [True, False], ids=["copy_", "data.copy_"])
 def test_threads_after_a_change(versioned: bool) -> None:
     """Several threads notice a change at once: none of them may answer by what it began with."""
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower(config=STRICT)
     call.run(tower)
     first = [p.detach().clone() for p in tower.parameters()]
     with ThreadPoolExecutor(4) as pool:
@@ -316,9 +309,7 @@ def test_a_write_while_weights_are_prepared(write: Callable[[Any], None], monkey
 
 
 def test_held_outputs_survive_a_refresh() -> None:
-    tower = tiny_tower()
-    fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, _, call = fused_tower(config=STRICT)
     held = call.run(tower)
     then = {name: t.clone() for name, t in held.items()}
     copy_under_no_grad(tiny_owner(tower))
@@ -408,9 +399,7 @@ def drop_a_block(tower: Any) -> None:
 @pytest.mark.parametrize("and_then", [None, hook_a_block, drop_a_block])
 def test_moved_weights_are_let_go(and_then: Callable[[Any], None] | None) -> None:
     """Once the tower has run with other parameters, fused or not, nothing keeps the old ones' memory."""
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["images"])
+    tower, handle, call = fused_tower(grid=GRIDS["images"])
     call.run(tower)
     old = [weakref.ref(p) for p in tower.parameters()]
     new_parameters(tiny_owner(tower))

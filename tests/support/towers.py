@@ -175,6 +175,20 @@ class Call:
         return call_tower(tower, self.pixels, self.grid, **arguments)
 
 
+def fused_tower(tower: Any = None, grid: Grid = GRIDS["mix"], config: Any = None) -> tuple[Any, Any, Call]:
+    """`tower`, or a tiny one, fused; its handle; a call of it."""
+    tower = tiny_tower() if tower is None else tower
+    call = Call.of(tower, grid)
+    return tower, fusedvit.fuse(tower, config), call
+
+
+def fused_and_original(tower: Any = None, grid: Grid = GRIDS["mix"], config: Any = None) -> tuple[Any, Any, Call, Any]:
+    """As `fused_tower`, and the tower's copy from before it was fused."""
+    tower = tiny_tower() if tower is None else tower
+    original = copy_of(tower)
+    return *fused_tower(tower, grid, config), original
+
+
 def outputs_of(answer: Any) -> dict[str, torch.Tensor]:
     """Every tensor of a tower's output record, by name; fields of several tensors give one entry each."""
     found: dict[str, torch.Tensor] = {}
