@@ -159,30 +159,6 @@ def test_an_adapter_of_another_scale() -> None:
     assert handle.stats()["refreshes"] == 2
 
 
-def test_parameters_that_count_no_version_are_prepared_again() -> None:
-    """One element of one escapes fingerprints."""
-    with torch.inference_mode():
-        tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower)
-    call.run(tower)
-    moved_buffers = tower.rotary_pos_emb.inv_freq.clone()
-    tower.rotary_pos_emb.inv_freq = moved_buffers
-    assert_same(call.run(tower), expected_of(tower, call))
-    assert handle.stats()["refreshes"] == 2
-
-
-def test_refresh_prepares_whatever_fingerprints_say() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower, BY_VERSIONS)
-    call.run(tower)
-    tower.merger.linear_fc2.bias.data[3] += 4
-    handle.refresh()
-    assert handle.stats()["refreshes"] == 2
-    assert_same(call.run(tower), expected_of(tower, call))
-
-
 @pytest.mark.parametrize("watch_data", [True, False])
 def test_a_preparation_that_fails_on_the_way(watch_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies were written for a tower that is gone again at the next call."""

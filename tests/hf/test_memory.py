@@ -217,19 +217,6 @@ def test_freed_and_empty_parameters_are_left_to_the_original(name: str) -> None:
         assert_bitwise(call.run(tower), expected)
 
 
-def test_a_tower_that_is_offloaded_says_so() -> None:
-    from accelerate import cpu_offload
-
-    tower = tiny_tower()
-    call, handle = Call.of(tower, GRIDS["mix"]), fusedvit.fuse(tower)
-    expected = call.run(tower)
-    cpu_offload(tower, execution_device=torch.device("cpu"))
-    for _ in range(2):
-        assert_same(call.run(tower), expected)
-    stats = handle.stats()
-    assert stats["refreshes"] == 1 and sum(stats["original"].values()) == 2
-
-
 # content that is lost
 
 

@@ -31,18 +31,10 @@ from tests.support.towers import (
 STRICT = fusedvit.FuseConfig(strict=True)
 
 
-@pytest.mark.parametrize("size", [64, 72, 80, 128])
-def test_head_sizes(size: int) -> None:
-    tower = vision_tower(hidden_size=2 * size, depth=2, deepstack_visual_indexes=[1])
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(copy_of(tower))
-    fusedvit.fuse(tower, STRICT)
-    assert_same(call.run(tower), expected)
-
-
 @pytest.mark.parametrize(
     "vision",
     [
+        *({"hidden_size": 2 * size, "depth": 2, "deepstack_visual_indexes": [1]} for size in (64, 72, 80, 128)),
         {"depth": 1, "deepstack_visual_indexes": []},
         {"depth": 4, "deepstack_visual_indexes": [3, 1]},  # not in the order of the blocks
         {"spatial_merge_size": 1},
