@@ -121,39 +121,21 @@ def test_pixels_of_another_dtype_are_cast(dtype: torch.dtype) -> None:
     assert_same(call.run(tower), call.run(original))
 
 
-def _every_second_row(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(2, dim=0)[::2]
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every second row": lambda x: x.repeat_interleave(2, dim=0)[::2],
+    "columns first": lambda x: x.t().contiguous().t(),
+    "offset by one": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),  # 4 bytes into its storage
+    "an odd pitch": lambda x: torch.cat([x, x[:, :1]], dim=1)[:, : x.shape[1]],
+    "every second column": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
 
 
-def _columns_first(x: torch.Tensor) -> torch.Tensor:
-    return x.t().contiguous().t()
-
-
-def _offset_by_one(x: torch.Tensor) -> torch.Tensor:
-    """The storage begins one value, 4 bytes, before the pixels."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
-def _odd_pitch(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x[:, :1]], dim=1)[:, : x.shape[1]]
-
-
-def _every_second_column(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(2, dim=1)[:, ::2]
-
-
-def _expanded(x: torch.Tensor) -> torch.Tensor:
-    return x[:1].expand_as(x)
-
-
-LAYOUTS = [_every_second_row, _columns_first, _offset_by_one, _odd_pitch, _every_second_column, _expanded]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
-def test_pixels_of_another_layout(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pixels_of_another_layout(layout: str) -> None:
     tower, _, _, original = fused_and_original(config=STRICT)
     pixels, grid = pixels_for(tower, GRIDS["mix"]), torch.tensor(GRIDS["mix"])
-    laid = layout(pixels)
+    laid = LAYOUTS[layout](pixels)
     before = laid.clone()
     ours = Call(laid, grid).run(tower)
     assert_bitwise(ours, Call(laid.contiguous(), grid).run(tower))

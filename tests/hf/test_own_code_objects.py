@@ -24,9 +24,12 @@ from tests.support.towers import (
     error_of,
     fused_tower,
     fused_when,
+    in_place_of,
     modeling,
     ran_original,
+    reversed_blocks,
     tiny_tower,
+    twisted,
 )
 
 WHEN = pytest.mark.parametrize("when", ["before fuse", "after a call"])
@@ -36,12 +39,6 @@ MINUS = "fusedvit_tests::minus"
 @torch.library.custom_op(MINUS, mutates_args=())
 def _minus(x: torch.Tensor) -> torch.Tensor:
     return -x
-
-
-def twisted(value: Any) -> Any:
-    if type(value) is tuple:
-        return tuple(map(twisted, value))
-    return value * 1.5 if isinstance(value, torch.Tensor) else value
 
 
 class Holding:
@@ -115,10 +112,6 @@ def read_twice(name: str) -> property:
     return property(lambda s: scaled(vars(s)[name] if name in vars(s) else found(s, name)), lambda s, value: None)
 
 
-def reversed_blocks(self: Any) -> Any:
-    return iter([*self._modules.values()][::-1])
-
-
 def imported(module: types.ModuleType) -> types.ModuleType:
     """A module that anybody could import, with the content of `module` but for one function."""
     false = types.ModuleType("of_somebody_else")
@@ -126,11 +119,6 @@ def imported(module: types.ModuleType) -> types.ModuleType:
     false.linear = lambda x, w, b=None: 2 * (x @ w.t())  # type: ignore[attr-defined]
     sys.modules[false.__name__] = false
     return false
-
-
-def in_place_of(owner: Any, name: str, replace: Callable[[Any], Any]) -> Any:
-    """A context in which `owner` has under `name` what `replace` makes of what it had."""
-    return mock.patch.object(owner, name, replace(getattr(owner, name, None)), create=name not in vars(owner))
 
 
 def in_module(name: str, replace: Callable[[Any], Any]) -> Any:
