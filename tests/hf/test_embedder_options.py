@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 import pyarrow  # noqa: E402
