@@ -533,12 +533,13 @@ def test_remote_code_under_a_known_name(name: str) -> None:
     }
 
 
-def test_remote_code_without_a_base_of_transformers() -> None:
+def test_remote_code_without_a_base_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the modeling file under another module name."""
     real = QWEN
     copied = types.ModuleType("transformers_modules.copied.modeling_qwen3_vl")
     copied.__package__, copied.__file__ = real.__package__, real.__file__
-    with mock.patch.dict(sys.modules, {copied.__name__: copied}), open(real.__file__, encoding="utf-8") as file:
+    monkeypatch.setitem(sys.modules, copied.__name__, copied)
+    with open(real.__file__, encoding="utf-8") as file:
         exec(compile(file.read(), real.__file__, "exec"), vars(copied))
         tower = copied.Qwen3VLVisionModel(tiny_tower().config).eval().requires_grad_(False)
         call = Call.of(tower, GRIDS["mix"])

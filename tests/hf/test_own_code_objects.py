@@ -179,7 +179,8 @@ def test_objects_in_the_place_of_functions(name: str, when: str) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])
     plain, original = call.run(tower), copy.deepcopy(tower)
-    with contextlib.ExitStack() as stack, mock.patch.dict(sys.modules):
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.pop, "of_somebody_else", None)
         handle = fused_when(tower, when, lambda: stack.enter_context(OBJECTS[name]()), call)
         expected = call.run(original)
         assert_bitwise(call.run(tower), expected)
