@@ -152,7 +152,7 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("methods on instances", "hf/numbers:an_engine",
          "if path and name in names and callable", "if False and callable"),
         ("parameters without a shape", "hf/fallback:parameters_that",
-         *never("not isinstance(found, torch.Tensor) or nn.parameter.is_lazy(found)")),
+         *never("not shard and type(found) is not nn.Parameter and not _is_engines(type(found), family.engine)")),
         ("blocks compiled as modules", "hf/compiled:a_block", *never("compiled")),
         ("is_causal of the config", "hf/changed_in_place:what_is_read", "    if causal:", "    if False:"),
         ("kinds of registries", "hf/changed_in_place:what_a_tower", *never("type(registry) not in _REGISTRIES")),
