@@ -174,6 +174,27 @@ def test_original_forward_put_after_fuse_is_told_of(name: str) -> None:
     assert handle.reason() is None
 
 
+def test_forward_put_on_the_class_after_fuse_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that reduce tokens patch `type(model.visual)`, which is the class that `fuse` gave."""
+    tower = tiny_tower()
+    original, call = type(tower).forward, Call.of(tower, GRIDS["mix"])
+    expected, handle = call.run(tower), fusedvit.fuse(tower)
+    fused = type(tower).forward
+    monkeypatch.setattr(type(tower), "forward", wrapped(fused))
+    call.run(tower)
+    ran_fused(handle, calls=1)
+    assert handle.reason() is None
+    monkeypatch.setattr(type(tower), "forward", lambda self, *args, **kwargs: original(self, *args, **kwargs))
+    reason = handle.reason()
+    assert reason is not None and reason.kind == fallback.BYPASSED and str(reason) in handle.report()
+    assert reason.detail.startswith("its class's `forward` is ") and reason.detail.endswith("<lambda>")
+    assert_bitwise(call.run(tower), expected)
+    with pytest.raises(RuntimeError, match=fallback.BYPASSED):
+        fusedvit.fuse(tower, STRICT)
+    monkeypatch.setattr(type(tower), "forward", fused)
+    assert handle.reason() is None
+
+
 def test_a_wrapper_is_not_called_the_original() -> None:
     """It bears the name of what it wraps."""
     for wrap, said in ((torch.compile, "is torch.compile of "), (wrapped, f"is a wrapper, by {__name__}, around ")):
