@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from fusedvit.checks import accelerate_hooks, fallback
-from fusedvit.checks.ownership import FUSED, described_call, fused_class
+from fusedvit.checks.change_detection import HANDLE
+from fusedvit.checks.ownership import FUSED, described_call, foreign_class, fused_class
 from fusedvit.checks.source_code import UnreadSource
 from fusedvit.errors import Reason
 
@@ -26,7 +27,9 @@ def bypass(tower: nn.Module) -> Reason | None:
     holds, or else that of the class that `fuse` gave it, which is where `type(tower).forward = …` puts it."""
     own, fused = vars(tower).get("forward"), fused_class(type(tower))
     if fused is None:
-        return None
+        if HANDLE not in vars(tower) or foreign_class(tower):  # it is unfused, or its class is told of as foreign code
+            return None
+        return Reason(fallback.BYPASSED, "somebody set its `__class__` to the original one")
     called = fused.forward if own is None else own  # type: ignore[attr-defined]
     try:
         if _leads_to(vars(fused)[FUSED], called, tower):
