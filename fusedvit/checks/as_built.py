@@ -209,7 +209,7 @@ def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], fam
     Args:
         shards: whether it may be a shard.
     """
-    if not isinstance(found, torch.Tensor) or nn.parameter.is_lazy(found):  # it has no shape, or none yet
+    if not isinstance(found, torch.Tensor):
         return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
     if _is_flattened(found):
         return _FLATTENED.format(name)

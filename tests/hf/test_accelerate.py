@@ -14,6 +14,8 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     copy_of,
+    fused_and_original,
+    fused_tower,
     outcome,
     prompt,
     ran_fused,
@@ -106,9 +108,7 @@ HOOKED: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 @pytest.mark.parametrize("name", HOOKED)
 def test_accelerates_hooks(name: str) -> None:
-    tower = tiny_tower()
-    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original()
     change, fused = HOOKED[name]
     call.run(tower)
     for t in (tower, original):
@@ -120,8 +120,7 @@ def test_accelerates_hooks(name: str) -> None:
 
 
 def test_a_hook_that_changes_afterwards() -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     align(tower.blocks[0], execution_device="cpu")
     call.run(tower)
     tower.blocks[0]._hf_hook.execution_device = "meta"
@@ -131,8 +130,7 @@ def test_a_hook_that_changes_afterwards() -> None:
 
 def test_parameters_put_where_others_are_offloaded() -> None:
     """What the hook loads at each call counts, not what the module has in between."""
-    tower = tiny_tower()
-    original, call, handle = copy_of(tower), Call.of(tower, GRIDS["mix"]), fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original()
     for t in (tower, original):
         layer = t.blocks[1].attn.proj
         other = {name: 2 * p.detach() for name, p in layer.named_parameters()}
@@ -143,9 +141,7 @@ def test_parameters_put_where_others_are_offloaded() -> None:
 
 
 def test_unhooked_again() -> None:
-    tower = tiny_tower()
-    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call, original = fused_and_original(config=STRICT)
     align(tower.blocks[0].mlp, execution_device="cpu")
     call.run(tower)
     hooks.remove_hook_from_module(tower, recurse=True)
@@ -194,8 +190,7 @@ def test_what_accelerates_hook_runs(name: str, where: str, used: bool, monkeypat
 
 
 def test_what_accelerates_hooks_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     align(tower.blocks[0].mlp, execution_device="cpu")
     call.run(tower)
     monkeypatch.setattr(hooks, "send_to_device", lambda tensors, *arguments, **named: tensors)

@@ -19,6 +19,8 @@ from tests.support.towers import (
     Grid,
     assert_same,
     copy_of,
+    fused_and_original,
+    fused_tower,
     outcome,
     outputs_of,
     ran_fused,
@@ -47,9 +49,7 @@ PARENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("given", PARENTS, ids=lambda given: ", ".join(given))
 @each_of(INSTALLED)
 def test_keywords_that_hugging_face_ignores(name: str, given: dict[str, Any]) -> None:
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, MIX)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original(family_tower(name), MIX)
     expected, found = (outcome(call.run, t, **given) for t in (original, tower))
     if isinstance(expected, TypeError):  # given twice: such a tower hands its own on under this name
         assert name not in BY_GRID and str(found) == str(expected)
@@ -112,9 +112,7 @@ SHAPES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @each_of(INSTALLED)
 def test_shapes_of_pixels(name: str, shape: str) -> None:
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, MIX)
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call, original = fused_and_original(family_tower(name), MIX, STRICT)
     pixels, named = inputs_of(tower, call.pixels, call.grid)
     pixels = SHAPES[shape](pixels, tower.config.patch_size)
     expected, found = (outcome(lambda t: outputs_of(t(pixels, **named)), t) for t in (original, tower))
@@ -128,9 +126,7 @@ def test_shapes_of_pixels(name: str, shape: str) -> None:
 @pytest.mark.parametrize("place", ["class", "in place"])
 def test_an_output_that_a_class_records_later(by: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a tower of the class was called, the class gains an entry, which its next instance registers."""
-    tower = tiny_tower()
-    original, call = copy_of(tower), Call.of(tower, GRIDS["video"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original(grid=GRIDS["video"])
     call.record(tower)
     cls = type(original)
     later = cls._can_record_outputs | {"mlps": type(tower.blocks[0].mlp)}
@@ -164,8 +160,6 @@ def test_keywords_that_replaced_code_reads(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rules_are_found_once() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["video"])
-    fusedvit.fuse(tower)
+    tower, _, call = fused_tower(grid=GRIDS["video"])
     call.record(tower)
     assert rules_of(tower) is rules_of(tower)

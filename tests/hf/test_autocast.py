@@ -19,6 +19,7 @@ from tests.support.towers import (
     assert_rule,
     assert_same,
     copy_of,
+    fused_tower,
     prompt,
     ran_fused,
     ran_original,
@@ -71,8 +72,7 @@ def test_autocast_to_another_dtype_is_the_original(tower_dtype: torch.dtype, dty
 
 
 def test_autocast_of_another_device_or_off_is_no_autocast() -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, GRIDS["video"])
+    tower, handle, call = fused_tower(grid=GRIDS["video"], config=STRICT)
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         call.run(tower)
     with torch.autocast("cuda", torch.bfloat16):
@@ -119,8 +119,7 @@ def test_gradient_checkpointing(name: str) -> None:
 
 def test_gradient_checkpointing_is_no_change() -> None:
     """Trainers switch it around each generation."""
-    tower = family_tower("Qwen2VisionTransformerPretrainedModel")
-    handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, MIX)
+    tower, handle, call = fused_tower(family_tower("Qwen2VisionTransformerPretrainedModel"), MIX, STRICT)
     tower.gradient_checkpointing_enable()  # hooks are a change, the first time
     call.run(tower)
     with mock.patch.object(CheckedTower, "_reason", autospec=True, side_effect=CheckedTower._reason) as judged:

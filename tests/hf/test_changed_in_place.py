@@ -19,7 +19,7 @@ from torch.utils._contextlib import context_decorator
 
 import fusedvit
 from tests.support.families import family_tower
-from tests.support.towers import GRIDS, Call, assert_same, error_of, modeling
+from tests.support.towers import GRIDS, Call, assert_same, error_of, modeling, twisted
 
 GEMMA = "Gemma4VisionModel"
 Edit = Callable[[Any], contextlib.AbstractContextManager[Any]]
@@ -113,17 +113,12 @@ def other_body(function: Any) -> Iterator[None]:
     first = types.FunctionType(kept, scope, function.__name__, function.__defaults__, function.__closure__)
     first.__kwdefaults__ = function.__kwdefaults__
 
-    def scaled(value: Any) -> Any:
-        if type(value) is tuple:
-            return tuple(map(scaled, value))
-        return value * 1.5 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
     names = kept.co_freevars
     held = f" {' = '.join(names)} = None\n def new(*a, **k):\n  if False: ({', '.join(names)},)\n" if names else ""
-    body = f"def outer():\n{held or ' def new(*a, **k):' + chr(10)}  return _scaled(_first(*a, **k))\n return new\n"
+    body = f"def outer():\n{held or ' def new(*a, **k):' + chr(10)}  return _twisted(_first(*a, **k))\n return new\n"
     space: dict[str, Any] = {}
     exec(body, space)
-    with mock.patch.dict(scope, {"_scaled": scaled, "_first": first}):
+    with mock.patch.dict(scope, {"_twisted": twisted, "_first": first}):
         function.__code__ = space["outer"]().__code__
         try:
             yield

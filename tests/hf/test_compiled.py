@@ -10,9 +10,9 @@ import fusedvit
 from tests.support.families import family_tower
 from tests.support.towers import (
     GRIDS,
-    Call,
     assert_same,
     copy_of,
+    fused_and_original,
     prompt,
     ran_fused,
     tiny_model,
@@ -23,9 +23,7 @@ STRICT = fusedvit.FuseConfig(strict=True)
 
 
 def test_a_compiled_tower_runs_fused_between_two_graphs() -> None:
-    tower = tiny_tower()
-    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call, original = fused_and_original(config=STRICT)
     torch._dynamo.reset()
 
     def model(pixels: torch.Tensor, tower: Any) -> torch.Tensor:
@@ -43,9 +41,7 @@ def test_a_compiled_tower_runs_fused_between_two_graphs() -> None:
 @pytest.mark.parametrize("name", ["Qwen3VLVisionModel", "Gemma4VisionModel"])
 def test_a_compiled_tower_under_every_stance(name: str, stance: str) -> None:
     """Some let a function that is kept from the compiler run what was compiled of it."""
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, GRIDS["images"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call, original = fused_and_original(family_tower(name), GRIDS["images"], STRICT)
     torch._dynamo.reset()
     compiled = torch.compile(tower, backend="eager")
     call.run(compiled)

@@ -1,6 +1,7 @@
 """`Embedder` and `fusedvit embed` on a tiny checkpoint: against Hugging Face's own processor and tower, and killed."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -41,7 +42,7 @@ from fusedvit.corpus.inputs import collect  # noqa: E402
 from fusedvit.errors import PREFIX, InputError  # noqa: E402
 from fusedvit.pixels import streaming  # noqa: E402
 from fusedvit.serving import ray as on_ray  # noqa: E402
-from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
+from tests.support.checkpoint import checkpoint, pictures, tiny_processor, whole_model  # noqa: E402
 
 __all__ = ["checkpoint", "pictures"]  # fixtures
 COUNT = 11
@@ -50,10 +51,33 @@ RUNNER = CliRunner(env={"COLUMNS": "200"})
 IN_FP32 = "--device", "cpu"  # as `expected` is: on a GPU the command takes bf16
 
 
+@pytest.fixture
+def model(checkpoint: Path) -> Any:
+    return whole_model(checkpoint)
+
+
+@pytest.fixture
+def job(checkpoint: Path, pictures: Path, tmp_path: Path) -> corpus_job.Job:
+    return corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4, device="cpu")
+
+
+@pytest.fixture
+def command(checkpoint: Path, pictures: Path, tmp_path: Path) -> list[str]:
+    return ["embed", str(checkpoint), str(pictures), str(tmp_path / "out"), "--shard-size", "4", *IN_FP32]
+
+
+def run(job: corpus_job.Job, gpus: Any = (), build: Any = embedder_of, done: Any = lambda shard, total: None) -> Any:
+    return corpus_job.run(job, [*gpus], build, done)
+
+
+def embedder_by(model: Any, encode: Any) -> fusedvit.Embedder:
+    return fusedvit.Embedder(model, tiny_processor(), encode=encode)
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, pictures: Path) -> dict[str, torch.Tensor]:
     """Tokens of every good picture, with deepstack, from Hugging Face's own code, by its name."""
-    tower = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval().model.visual
+    tower = whole_model(checkpoint).model.visual
     processor = AutoImageProcessor.from_pretrained(checkpoint)  # torchvision's, where that is installed
     rows = {}
     for path in sorted(pictures.glob("*.png")):
@@ -93,10 +117,9 @@ def test_a_batch(checkpoint: Path, pictures: Path, expected: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("shape, broken", [((3,), (3,)), ((1, 3), (0, 3)), ((2, 3), (0, 3))])
-def test_shapes_of_encode(checkpoint: Path, pictures: Path, shape: tuple[int, ...], broken: tuple[int, ...]) -> None:
+def test_shapes_of_encode(model: Any, pictures: Path, shape: tuple[int, ...], broken: tuple[int, ...]) -> None:
     """A vector an image, or several, of which one may be alone: errors have the same kind."""
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
-    embedder = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: [torch.ones(shape)] * len(images))
+    embedder = embedder_by(model, lambda m, p, images: [torch.ones(shape)] * len(images))
     found = embedder({"path": columns_of(pictures)["path"]})
     assert [each.shape for each in found["embedding"]] == [broken if i == 5 else shape for i in range(COUNT)]
     assert [PREFIX not in error for error in found["error"] if error] == [True] and found["error"][5]
@@ -123,9 +146,8 @@ def test_values_that_are_no_images(checkpoint: Path, pictures: Path, value: Any,
 
 @pytest.mark.parametrize("output", ["mean", "tokens"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_answers_that_are_not_finite_are_errors(checkpoint: Path, pictures: Path, output: str, value: float) -> None:
+def test_answers_that_are_not_finite_are_errors(model: Any, pictures: Path, output: str, value: float) -> None:
     """Of every picture, by a bias; the one that does not decode keeps its own error."""
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
     with torch.no_grad():
         merger = model.model.visual.merger
         merger.linear_fc2.bias[1] = value
@@ -139,16 +161,15 @@ def test_answers_that_are_not_finite_are_errors(checkpoint: Path, pictures: Path
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (4, 3)])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_what_encode_returns_may_not_be_finite(
-    checkpoint: Path, pictures: Path, shape: tuple[int, ...], value: float
+    model: Any, pictures: Path, shape: tuple[int, ...], value: float
 ) -> None:
     """Of two among twenty; the others go on."""
 
     def encode(model: Any, processor: Any, images: list[Any]) -> list[torch.Tensor]:
         return [torch.full(shape, value if image.size == (9, 9) else 1.0) for image in images]
 
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
     images = [np.zeros((9, 9, 3) if i in (2, 18) else (40, 50, 3), np.uint8) for i in range(20)]
-    found = fusedvit.Embedder(model, tiny_processor(), encode=encode)({"image": images})
+    found = embedder_by(model, encode)({"image": images})
     assert [i for i, error in enumerate(found["error"]) if "no finite embedding" in error] == [2, 18]
     assert all(np.isfinite(found["embedding"][i]).all() for i in set(range(20)) - {2, 18})
 
@@ -161,9 +182,8 @@ def mean_of(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
     return torch.stack([part.mean(0) for part in rows.split(counts)])
 
 
-def test_what_encode_refuses(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor]) -> None:
+def test_what_encode_refuses(checkpoint: Path, model: Any, pictures: Path, expected: dict[str, torch.Tensor]) -> None:
     """Among 40 images, more than are decoded ahead of a call: rows with errors, and the others as they were."""
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
     thin, video = np.zeros((1, 300, 3), np.uint8), np.zeros((4, 40, 40, 3), np.uint8)
     batch = {"image": [(pictures / f"{i % 5:02d}.png").read_bytes() for i in range(100)]}
     for row, value in ((3, thin), (17, video), (50, b"x"), (99, thin)):
@@ -176,43 +196,44 @@ def test_what_encode_refuses(checkpoint: Path, pictures: Path, expected: dict[st
         close(found["embedding"][i], expected[f"{i % 5:02d}.png"][:, : TINY["out_hidden_size"]].mean(0))
 
 
-def test_an_encode_that_refuses_by_an_error_of_ours(checkpoint: Path) -> None:
+def test_an_encode_that_refuses_by_an_error_of_ours(model: Any) -> None:
     def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
         if any(image.size == (9, 9) for image in images):
             raise InputError("too small")
         return torch.ones(len(images), 3)
 
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
     images = [np.zeros((side, side, 3), np.uint8) for side in (40, 9)]
-    found = fusedvit.Embedder(model, tiny_processor(), encode=encode)({"image": images})
+    found = embedder_by(model, encode)({"image": images})
     assert found["error"] == ["", "encode= refuses it: too small"]
 
 
-def test_an_encode_that_works_for_nothing_is_named(checkpoint: Path, pictures: Path) -> None:
+def test_an_encode_that_works_for_nothing_is_named(model: Any, pictures: Path) -> None:
     def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
         raise ValueError("no such prompt")
 
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
     with pytest.raises(ValueError, match="no such prompt"):
-        fusedvit.Embedder(model, tiny_processor(), encode=encode)({"path": columns_of(pictures)["path"]})
+        embedder_by(model, encode)({"path": columns_of(pictures)["path"]})
 
 
 @pytest.mark.parametrize(
-    "returned, got",
+    "returned, error, got",
     [
-        (lambda n: None, "2 embeddings for as many images, got NoneType"),
-        (lambda n: torch.ones(n + 1, 3), "2 embeddings for as many images, got 3"),
-        (lambda n: torch.ones(n), r"got tensors of \(\)"),
-        (lambda n: torch.ones(n, 2, 2, 2), r"got tensors of \(2, 2, 2\)"),
-        (lambda n: [torch.ones(3), torch.ones(2, 3)], r"got tensors of \(2, 3\), \(3,\)"),
-        (lambda n: [torch.ones(3), torch.ones(4)], r"got tensors of \(3,\), \(4,\)"),
+        (None, ValueError, "2 embeddings for as many images, got NoneType"),
+        ([None, None], TypeError, "NoneType"),
+        ("xy", TypeError, "str"),
+        ([["a"], ["b"]], TypeError, "list"),
+        (torch.ones(2, 3, dtype=torch.complex64), TypeError, "torch.complex64"),
+        (torch.ones(3, 3), ValueError, "2 embeddings for as many images, got 3"),
+        (torch.ones(2, 0), ValueError, r"tensors of \(0,\)"),
+        (torch.ones(2), ValueError, r"got tensors of \(\)"),
+        (torch.ones(2, 2, 2, 2), ValueError, r"got tensors of \(2, 2, 2\)"),
+        ([torch.ones(3), torch.ones(2, 3)], ValueError, r"got tensors of \(2, 3\), \(3,\)"),
+        ([torch.ones(3), torch.ones(4)], ValueError, r"got tensors of \(3,\), \(4,\)"),
     ],
 )
-def test_what_encode_may_not_return(checkpoint: Path, pictures: Path, returned: Any, got: str) -> None:
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
-    embedder = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: returned(len(images)))
-    with pytest.raises(ValueError, match=f"fusedvit: encode must return .*{got}"):
-        embedder({"path": columns_of(pictures)["path"][:2]})
+def test_what_encode_may_not_return(model: Any, returned: Any, error: type[Exception], got: str) -> None:
+    with pytest.raises(error, match=f"^fusedvit: encode must return .*{got}"):
+        embedder_by(model, lambda *given: returned)({"image": [np.zeros((40, 50, 3), np.uint8)] * 2})
 
 
 @pytest.mark.parametrize(
@@ -223,16 +244,15 @@ def test_what_encode_may_not_return(checkpoint: Path, pictures: Path, returned: 
 )  # fmt: skip
 @pytest.mark.parametrize("batches", [1, 2])
 def test_an_encode_that_changes_its_answer(
-    checkpoint: Path, first: tuple[int, ...], second: tuple[int, ...], expected: str, batches: int
+    model: Any, first: tuple[int, ...], second: tuple[int, ...], expected: str, batches: int
 ) -> None:
     """From one of its calls to the next, of one batch or of two: nothing of an image may be lost."""
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
     images = [np.full((64, 64, 3), i, np.uint8) for i in range(17)]
 
     def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
         return torch.ones(len(images), *(first if len(images) > 1 else second))
 
-    embedder = fusedvit.Embedder(model, tiny_processor(), encode=encode)
+    embedder = embedder_by(model, encode)
     if batches == 2:
         assert {each.shape for each in embedder({"image": images[:16]})["embedding"]} == {first}
         images = images[16:]
@@ -241,15 +261,12 @@ def test_an_encode_that_changes_its_answer(
 
 
 @pytest.mark.parametrize("kind, shape", [((8,), (8,)), ((5, 8), (0, 8))], ids=str)
-def test_errors_before_an_encode_has_answered(checkpoint: Path, kind: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_errors_before_an_encode_has_answered(model: Any, kind: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """They are as those that come later."""
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
-    embedder = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: torch.ones(len(images), *kind))
-    (array,) = embedder({"bytes": [b"no picture"]})["embedding"]
+    ones = functools.partial(embedder_by, model, lambda m, p, images: torch.ones(len(images), *kind))
+    (array,) = ones()({"bytes": [b"no picture"]})["embedding"]
     assert array.shape == shape and np.isnan(array).all()
-    empty = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: torch.ones(len(images), *kind))(
-        pyarrow.table({"bytes": pyarrow.array([], pyarrow.binary())})
-    )
+    empty = ones()(pyarrow.table({"bytes": pyarrow.array([], pyarrow.binary())}))
     assert pyarrow.types.is_list(empty.schema.field("embedding").type.value_type) == (len(kind) == 2)
 
 
@@ -293,11 +310,10 @@ def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("as_value", [Image.open, lambda path: np.asarray(Image.open(path))])
-def test_decoded_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Path, as_value: Any) -> None:
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+def test_decoded_images_and_an_encode_of_ones_own(model: Any, pictures: Path, as_value: Any) -> None:
     paths = [path for path in sorted(pictures.glob("*.png")) if path.name != "05.png"]
     batch = {"image": [as_value(path) for path in paths]}
-    own = fusedvit.Embedder(model, tiny_processor(), encode=mean_of)(batch)
+    own = embedder_by(model, mean_of)(batch)
     plain = fusedvit.Embedder(model, tiny_processor())(batch)
     assert own["error"] == plain["error"] == [""] * len(paths)
     for mine, theirs in zip(own["embedding"], plain["embedding"], strict=True):
@@ -339,27 +355,12 @@ def test_columns_of_arrays(checkpoint: Path) -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("names", [0, 1, 2, 4, 40])
 @pytest.mark.parametrize("given", [list, iter])
-def test_as_many_names_as_sources(checkpoint: Path, pictures: Path, own: bool, names: int, given: Any) -> None:
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
-    embedder = fusedvit.Embedder(model, tiny_processor(), encode=mean_of if own else None)
+def test_as_many_names_as_sources(model: Any, pictures: Path, own: bool, names: int, given: Any) -> None:
+    embedder = embedder_by(model, mean_of if own else None)
     sources = [str(pictures / "00.png")] * 3
     with pytest.raises(ValueError, match=f"a name of each source expected, got {names} names and (more|3) sources"):
         list(embedder.embed(given(sources), [f"n{i}" for i in range(names)]))
     assert [each.id for each in embedder.embed(given(sources), ["a", "b", "c"])] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    "arguments, error, expected",
-    [
-        ({"output": "max"}, ValueError, "'mean', 'tokens'"),
-        ({"encode": lambda *given: None}, TypeError, "a model that is loaded"),
-    ],
-)
-def test_options_that_are_none(checkpoint: Path, arguments: dict[str, Any], error: type, expected: str) -> None:
-    with pytest.raises(error, match=expected):
-        fusedvit.Embedder(checkpoint, **arguments)
-    with pytest.raises(ValueError, match=r"a column of .* expected, got \['x'\]"):
-        fusedvit.Embedder(checkpoint)({"x": [1]})
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -394,9 +395,7 @@ def assert_complete(out: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("given", ["folder", "list", "contents", "bytes", "paths"])
-def test_the_command(
-    checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path, given: str
-) -> None:
+def test_the_command(pictures: Path, expected: Any, tmp_path: Path, command: list[str], given: str) -> None:
     source = pictures
     if given == "list":
         source = tmp_path / "list.txt"
@@ -404,7 +403,7 @@ def test_the_command(
     elif given != "folder":
         source = table_of(pictures, tmp_path, given)
     out, written = tmp_path / "out", tmp_path / "e.json"
-    command = ["embed", str(checkpoint), str(source), str(out), "--shard-size", "3", *IN_FP32, "--json", str(written)]
+    command = [*command[:2], str(source), *command[3:], "--shard-size", "3", "--json", str(written)]
     result = RUNNER.invoke(app, command)
     assert result.exit_code == 1, result.output  # one picture does not decode
     assert_complete(out, expected)
@@ -420,11 +419,11 @@ def test_the_command(
 
 @pytest.mark.parametrize("gone", [[0], [1], [2], [0, 1, 2], []])
 def test_errors_count_whichever_run_has_committed_them(
-    checkpoint: Path, pictures: Path, tmp_path: Path, gone: list[int]
+    pictures: Path, tmp_path: Path, command: list[str], gone: list[int]
 ) -> None:
     """Shard 1 holds the picture that does not decode."""
     out, written = tmp_path / "out", tmp_path / "e.json"
-    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4", "--json", str(written)]
+    command += ["--json", str(written)]
     assert RUNNER.invoke(app, command).exit_code == 1
     for number in gone:
         shutil.rmtree(out / f"shard-{number:05d}")
@@ -460,26 +459,11 @@ def test_files_that_are_left_out_are_said(checkpoint: Path, pictures: Path, tmp_
         assert "left out of folders, by suffix: '.heic' 2, none 1, '.txt' 1" in said, code
 
 
-def test_a_tower_that_runs_its_original_code_is_told(
-    checkpoint: Path, pictures: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tower_that_runs_its_original_code_is_told(command: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None):
-        result = RUNNER.invoke(app, ["embed", str(checkpoint), str(pictures), str(tmp_path / "out"), *IN_FP32])
+        result = RUNNER.invoke(app, command)
     assert result.exit_code in (0, 1), result.output
     assert "runs its original code: hooks" in caplog.text
-
-
-def test_what_is_gone_is_done_again(
-    checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    command = ["embed", str(checkpoint), str(pictures), str(tmp_path / "out"), "--shard-size", "2", *IN_FP32]
-    RUNNER.invoke(app, command)
-    for number in (0, 3):
-        for file in (tmp_path / "out" / f"shard-{number:05d}").iterdir():
-            file.unlink()
-        (tmp_path / "out" / f"shard-{number:05d}").rmdir()
-    assert "embedded into" in RUNNER.invoke(app, command).output
-    assert_complete(tmp_path / "out", expected)
 
 
 def other_weights(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,10 +511,9 @@ def test_a_job_goes_on_from_what_it_was_begun_with(
     assert 1 not in shards.committed(out)
 
 
-def test_a_damaged_shard_is_no_shard_that_is_done(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_no_shard_that_is_done(command: list[str], tmp_path: Path) -> None:
     """Nothing is lost unsaid; what is committed beside it stays."""
     out = tmp_path / "out"
-    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4"]
     assert "patches/s" in RUNNER.invoke(app, command).output
     damaged = out / "shard-00001" / shards.INDEX
     damaged.write_bytes(damaged.read_bytes()[:30])
@@ -566,17 +549,17 @@ def test_killed_and_resumed(
 
 
 def test_a_resume_in_other_batches(
-    checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expected: Any, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards are numbers of inputs: which images share a batch moves no row, and changes none by more than rounding."""
     out = tmp_path / "out"
-    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4", *IN_FP32]
     for gone, decoded_bytes in (((), 1), ((0, 2), 2**27), ((1,), 3 * 2 * 150 * 150)):
         for number in gone:
             shutil.rmtree(out / f"shard-{number:05d}")
         monkeypatch.setattr(streaming, "_DECODED_BYTES", decoded_bytes)
         before = {path: path.read_bytes() for path in out.rglob("*.safetensors")}
-        assert RUNNER.invoke(app, command).exit_code == 1  # one picture does not decode
+        result = RUNNER.invoke(app, command)
+        assert result.exit_code == 1 and "embedded into" in result.output  # one picture does not decode
         assert all(path.read_bytes() == content for path, content in before.items())
         assert_complete(out, expected)
         assert [len(shards.read(out, number)) for number in sorted(shards.committed(out))] == [4, 4, 3]
@@ -612,7 +595,7 @@ def test_a_path_that_cannot_be_reached_is_a_row(checkpoint: Path, pictures: Path
     listed = tmp_path / "list.txt"
     listed.write_text("\n".join([str(pictures / "00.png"), "x" * 300 + ".png", "gone.png"]))
     job = corpus_job.Job(str(checkpoint), (str(listed),), str(tmp_path / "out"))
-    (done,) = corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards
+    (done,) = run(job).shards
     assert (done.inputs, done.errors) == (3, 2)
     good, long, gone = shards.read(tmp_path / "out", 0)
     assert not good.error and "File name too long" in long.error and "no such file" in gone.error
@@ -620,9 +603,8 @@ def test_a_path_that_cannot_be_reached_is_a_row(checkpoint: Path, pictures: Path
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 9, 30])
-def test_what_came_before_an_error_of_the_sources(checkpoint: Path, pictures: Path, own: bool, at: int) -> None:
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
-    embedder = fusedvit.Embedder(model, tiny_processor(), encode=mean_of if own else None)
+def test_what_came_before_an_error_of_the_sources(model: Any, pictures: Path, own: bool, at: int) -> None:
+    embedder = embedder_by(model, mean_of if own else None)
 
     def given() -> Any:
         yield from [(pictures / "00.png").read_bytes()] * at
@@ -657,9 +639,8 @@ def test_shards_before_what_does_not_read_are_committed(
 
 
 def test_a_shard_that_another_job_has_committed_is_not_reported(
-    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: corpus_job.Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4)
     commit = shards.commit
 
     def after_another(out: Path, number: int, *others: Any) -> bool:
@@ -674,10 +655,9 @@ def test_a_shard_that_another_job_has_committed_is_not_reported(
 
 
 def test_what_another_run_has_committed_is_not_reported_on_ray(
-    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: corpus_job.Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its actors, one after another in this process; another run is faster with the first shard."""
-    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4, device="cpu")
     theirs: list[int] = []
 
     def in_this_process(job: corpus_job.Job, parts: Any, todo: list[int], resources: Any, heard: Any) -> None:
@@ -732,7 +712,7 @@ def test_a_job_in_a_folder_that_is_not_utf_8(
     job = corpus_job.Job(str(checkpoint), (str(pictures),), "out", device="cpu")
     with pytest.raises(InputError, match="out: a folder whose path is UTF-8 expected"):
         on_ray.embed(job, gpus=0)
-    assert len(corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards) == 1
+    assert len(run(job).shards) == 1
     assert len(shards.read(Path("out"), 0)) == 11
 
 
@@ -740,16 +720,15 @@ def test_a_job_of_paths(checkpoint: Path, pictures: Path, tmp_path: Path) -> Non
     given: dict[str, Any] = {"model": checkpoint, "given": [pictures], "out": tmp_path / "out"}
     job = corpus_job.Job(**given, shard_size=4)
     assert job == corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4)
-    assert len(corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards) == 3
+    assert len(run(job).shards) == 3
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, InputError])
 @pytest.mark.parametrize("step", ["build", "_bytes_of", "work"])
 def test_a_job_that_ends_without_a_shard_keeps_nobody_out(
-    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: type
+    tmp_path: Path, job: corpus_job.Job, monkeypatch: pytest.MonkeyPatch, step: str, error: type
 ) -> None:
     """Whoever ends it; one that was there before stays."""
-    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4, device="cpu")
 
     def ends(*args: Any) -> Any:
         raise error("here")
@@ -761,7 +740,7 @@ def test_a_job_that_ends_without_a_shard_keeps_nobody_out(
             if other:
                 shards.start(tmp_path / "out", job.document(collect(job.given), torch.float32))
             with pytest.raises(error, match="here"):
-                corpus_job.run(job, [], ends if step == "build" else embedder_of, lambda shard, total: None)
+                run(job, [], ends if step == "build" else embedder_of)
             assert [path.name for path in (tmp_path / "out").iterdir()] == [shards.JOB] * other
 
 
@@ -779,11 +758,8 @@ def test_an_input_is_named_once() -> None:
 
 
 @pytest.mark.parametrize("committed", [0, 1, 2, 3])
-def test_a_start_that_fails_while_another_is_at_work(
-    checkpoint: Path, pictures: Path, tmp_path: Path, committed: int
-) -> None:
+def test_a_start_that_fails_while_another_is_at_work(tmp_path: Path, job: corpus_job.Job, committed: int) -> None:
     """On a new folder, where the other has committed some of its shards, and ended or not."""
-    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4, device="cpu")
     done: list[int] = []
 
     def failing(given: corpus_job.Job) -> Any:
@@ -806,11 +782,11 @@ def test_a_start_that_fails_while_another_is_at_work(
 
     if committed:
         with pytest.raises(InputError, match="does not load"):
-            corpus_job.run(job, [], build, lambda shard, total: None)
+            run(job, [], build)
     else:
-        corpus_job.run(job, [], build, lambda shard, total: None)
+        run(job, [], build)
     assert (tmp_path / "out" / shards.JOB).is_file()
-    corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+    run(job)
     assert shards.committed(tmp_path / "out") == {0, 1, 2}
     assert {path.name for path in (tmp_path / "out").glob(".*")} == set()
 
@@ -844,11 +820,11 @@ def test_a_mistyped_model_keeps_nobody_out(checkpoint: Path, pictures: Path, tmp
     job = corpus_job.Job(str(broken), (str(pictures),), str(out))
     for gpus in ([], [0]):
         with pytest.raises(InputError, match="no whole safetensors file"):
-            corpus_job.run(job, gpus, embedder_of, lambda shard, total: None)
+            run(job, gpus, embedder_of)
         assert list(out.iterdir()) == []
     job = corpus_job.Job(str(tmp_path / "absent"), (str(pictures),), str(out))
     with pytest.raises(InputError, match="no such folder"):
-        corpus_job.run(job, [0], embedder_of, lambda shard, total: None)
+        run(job, [0], embedder_of)
     assert not out.exists() or list(out.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 import pyarrow  # noqa: E402
@@ -29,7 +29,7 @@ from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError, UnsupportedModel  # noqa: E402
 from fusedvit.pixels.media import MediaError, load_one  # noqa: E402
 from fusedvit.pixels.streaming import stream  # noqa: E402
-from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
+from tests.support.checkpoint import checkpoint, pictures, tiny_processor, whole_model  # noqa: E402
 
 __all__ = ["checkpoint", "pictures"]  # fixtures
 PICTURES = 4, (40, 80), "03.png"
@@ -53,6 +53,8 @@ VIDEO = np.zeros((4, 64, 64, 3), np.uint8)
         ({"deepstack": "yes"}, TypeError, "deepstack: True or False expected, got str"),
         ({"processor": 5}, TypeError, "processor: an image processor, or what holds one expected, got int"),
         ({"processor": len}, UnsupportedModel, "cannot give bytes"),
+        ({"output": "max"}, ValueError, "'mean', 'tokens'"),
+        ({"encode": lambda *given: None}, TypeError, "a model that is loaded"),
         ({"encode": 5}, TypeError, r"encode: a function \(model, processor, images\) expected, got int"),
     ],
 )
@@ -82,7 +84,7 @@ def test_its_handle_and_its_repr(checkpoint: Path) -> None:
 def test_models_that_are_none(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match="fusedvit: model: a checkpoint's folder or hub name, or a model expected"):
         fusedvit.Embedder(None)  # type: ignore[arg-type]
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    model = whole_model(checkpoint)
     with pytest.raises(TypeError, match="fusedvit: device= and dtype= are a checkpoint's"):
         fusedvit.Embedder(model, tiny_processor(), device="cpu")
 
@@ -205,7 +207,7 @@ def ones(model: Any, processor: Any, images: Any) -> torch.Tensor:
 @pytest.mark.parametrize("encode", [None, ones])
 def test_calls_do_not_change_what_is_pickled(checkpoint: Path, pictures: Path, encode: Any) -> None:
     """`datasets` finds results in its cache by a hash of it; a copy counts from zero."""
-    embedder = fusedvit.Embedder(_model(checkpoint), tiny_processor(), encode=encode)
+    embedder = fusedvit.Embedder(whole_model(checkpoint), tiny_processor(), encode=encode)
     before = _hashed(embedder)
     assert before == _hashed(embedder)
     list(embedder.embed(sorted(pictures.glob("*.png"))))
@@ -242,8 +244,9 @@ def test_of_several_columns_the_command_and_the_class_read_the_same(
 
 
 def test_a_column_that_is_none_is_not_told_in_its_content(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"a column of .* expected, got \['x'\]"):
-        fusedvit.Embedder(checkpoint)(pyarrow.table({"x": [b"content"]}))
+    for batch in (pyarrow.table({"x": [b"content"]}), {"x": [1]}):
+        with pytest.raises(ValueError, match=r"a column of .* expected, got \['x'\]"):
+            fusedvit.Embedder(checkpoint)(batch)
 
 
 # ── packages that are missing ─────────────────────────────────────────────────────────────────────────────────────────
@@ -319,7 +322,7 @@ def test_checkpoints_that_do_not_load_are_named_as_ours(where: str) -> None:
 def test_a_failing_machine_is_named_as_ours(
     checkpoint: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, encode: Any
 ) -> None:
-    embedder = fusedvit.Embedder(_model(checkpoint), tiny_processor(), encode=encode)
+    embedder = fusedvit.Embedder(whole_model(checkpoint), tiny_processor(), encode=encode)
     opened = Path.open
 
     def refused(path: Path, *given: Any, **more: Any) -> Any:
@@ -339,24 +342,3 @@ def test_a_failing_machine_is_named_as_ours(
 def test_names_that_are_none(checkpoint: Path, names: Any, got: str) -> None:
     with pytest.raises(TypeError, match=f"^fusedvit: names: a list of strings, .* expected, got {got}$"):
         fusedvit.Embedder(checkpoint).embed(["a.png"], names)
-
-
-@pytest.mark.parametrize(
-    "answer, error, got",
-    [
-        ([None], TypeError, "NoneType"),
-        ("x", TypeError, "str"),
-        ([["a"]], TypeError, "list"),
-        (torch.ones(1, 3, dtype=torch.complex64), TypeError, "torch.complex64"),
-        (torch.ones(1, 0), ValueError, r"tensors of \(0,\)"),
-        (torch.ones(1), ValueError, r"tensors of \(\)"),
-    ],
-)
-def test_answers_of_encode_that_are_none(checkpoint: Path, answer: Any, error: type[Exception], got: str) -> None:
-    embedder = fusedvit.Embedder(_model(checkpoint), tiny_processor(), encode=lambda *given: answer)
-    with pytest.raises(error, match=f"^fusedvit: encode must return .* got {got}"):
-        embedder({"image": [np.zeros((40, 50, 3), np.uint8)]})
-
-
-def _model(checkpoint: Path) -> Any:
-    return transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()

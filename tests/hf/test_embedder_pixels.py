@@ -17,7 +17,7 @@ from typer.testing import CliRunner  # noqa: E402
 import fusedvit  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
-from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
+from tests.support.checkpoint import checkpoint, pictures, tiny_processor, whole_model  # noqa: E402
 
 __all__ = ["checkpoint", "pictures"]  # fixtures
 PICTURES = 3, (40, 150), "2.png"
@@ -82,7 +82,7 @@ def test_a_rescale_factor_that_no_weights_hold(checkpoint: Path) -> None:
     processor = tiny_processor()
     processor.rescale_factor = 0.0
     given = processor(images=[DECODED["RGB"]], return_tensors="pt")
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    model = whole_model(checkpoint)
     with torch.no_grad():
         wanted = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
         fusedvit.fuse(model, processor=processor)
@@ -97,7 +97,7 @@ def test_a_rescale_factor_that_no_weights_hold(checkpoint: Path) -> None:
 @pytest.mark.parametrize("kind", DECODED)
 def test_pillow_images_are_what_the_processor_makes_of_them(checkpoint: Path, kind: str) -> None:
     given = tiny_processor()(images=[DECODED[kind]], return_tensors="pt")
-    tower = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval().model.visual
+    tower = whole_model(checkpoint).model.visual
     with torch.no_grad():
         wanted = tower(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output.mean(0)
     found = fusedvit.Embedder(checkpoint, tiny_processor(), dtype=torch.float32)({"image": [DECODED[kind]]})

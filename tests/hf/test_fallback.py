@@ -13,7 +13,6 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
-from tests.support.changes import Doubled
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
@@ -22,6 +21,9 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     copy_of,
+    expected_of,
+    fused_and_original,
+    fused_tower,
     outcome,
     outputs_of,
     precomputed,
@@ -93,30 +95,10 @@ def test_original_code_runs(case: Case, used: bool, caplog: pytest.LogCaptureFix
         call.run(tower, **case.arguments(tower, call))
 
 
-def test_removed_hook_and_restored_module_are_fused_again() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    hook = tower.blocks[0].register_forward_hook(lambda module, arguments, output: output)
-    call.run(tower)
-    hook.remove()
-    assert_bitwise(call.run(tower), expected)
-    plain = tower.blocks[0].mlp.linear_fc1
-    tower.blocks[0].mlp.linear_fc1 = Doubled(48, 70).requires_grad_(False)
-    call.run(tower)
-    tower.blocks[0].mlp.linear_fc1 = plain
-    assert_bitwise(call.run(tower), expected)
-    stats = handle.stats()
-    assert (stats["fused"], stats["original"]) == (3, {fallback.HOOKS: 1, fallback.MODIFIED: 1})
-
-
 @pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
 def test_hooks_on_every_module_fire(register: str) -> None:
     """Hooks for all modules of the process, as profilers set them."""
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["smallest"])
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     call.run(tower)
     seen: list[str] = []
     hook = getattr(nn.modules.module, register)(lambda module, *rest: seen.append(type(module).__name__))
@@ -202,15 +184,12 @@ def test_weights_written_while_a_hook_was_on() -> None:
     tower.merger.linear_fc2.weight.data.mul_(2)
     hook.remove()
     assert not handle.weights.host_unchanged()  # a GPU goes by that alone, a CPU by the content as well
-    original = fusedvit.unfuse(copy_of(tower))
-    assert_same(call.run(tower), call.run(original))
+    assert_same(call.run(tower), expected_of(tower, call))
 
 
 def test_a_dtype_viewed_in_place() -> None:
     """The same parameter at the same address, of the same version: other numbers."""
-    tower = tiny_tower().half()
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
-    call = Call.of(tower, GRIDS["smallest"])
+    tower, handle, call = fused_tower(tiny_tower().half(), GRIDS["smallest"], fusedvit.FuseConfig(watch_data=False))
     call.run(tower)
     weight = tower.blocks[1].norm2.weight
     weight.data = weight.data.view(torch.bfloat16)
@@ -220,10 +199,8 @@ def test_a_dtype_viewed_in_place() -> None:
 
 
 def test_hooks_on_the_tower_itself_are_compatible() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    tower, handle, call, original = fused_and_original(config=fusedvit.FuseConfig(strict=True))
+    expected = call.run(original)
     shapes: list[torch.Size] = []
     tower.register_forward_pre_hook(lambda module, arguments: shapes.append(arguments[0].shape))
     tower.register_forward_hook(lambda module, arguments, output: shapes.append(output.pooler_output.shape))
@@ -247,9 +224,7 @@ def test_option_of_the_config() -> None:
 
 
 def test_flags_that_are_off_or_empty_are_harmless() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower(config=fusedvit.FuseConfig(strict=True))
     call.run(tower, output_hidden_states=False, output_attentions=None, cu_seqlens=None, use_cache=True)
     ran_fused(handle, calls=1)
 
@@ -331,8 +306,7 @@ def test_several_devices() -> None:
 
 
 def test_parameters_that_have_no_shape_yet() -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     tower.blocks[0].mlp.linear_fc1.weight = nn.parameter.UninitializedParameter(requires_grad=False)
     assert "blocks.0.mlp.linear_fc1.weight" in handle.report() and "UninitializedParameter" in handle.report()
     with pytest.raises(ValueError, match="uninitialized"):  # torch's own
@@ -341,8 +315,7 @@ def test_parameters_that_have_no_shape_yet() -> None:
 
 
 def test_a_tower_without_its_config() -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     del tower.config
     assert "config" in handle.report()
     with pytest.raises(AttributeError, match="config"):  # transformers' own
@@ -393,9 +366,7 @@ def test_warnings_are_per_tower(caplog: pytest.LogCaptureFixture) -> None:
 @each_of(INSTALLED)
 def test_arguments_that_would_be_given_twice(name: str) -> None:
     """A keyword that the code itself gives to attention is one too many there, None or not."""
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, [(1, 8, 4), (1, 2, 10)])
-    fusedvit.fuse(tower)
+    tower, _, call, original = fused_and_original(family_tower(name), [(1, 8, 4), (1, 2, 10)])
     for argument in ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal"):
         expected, found = (outcome(call.run, t, **{argument: None}) for t in (original, tower))
         assert_alike(found, expected)

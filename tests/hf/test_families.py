@@ -12,7 +12,7 @@ import fusedvit
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.model.param_names import buffer_shapes, parameter_shapes
 from tests.support.families import INSTALLED, TINY, class_of, family_tower
-from tests.support.towers import GRIDS, Call, Grid, assert_rule, assert_same, copy_of, ran_fused
+from tests.support.towers import GRIDS, Call, Grid, assert_rule, assert_same, copy_of, fused_tower, ran_fused
 
 STRICT = fusedvit.FuseConfig(strict=True)
 CLASSES = [name for family in FAMILIES for name in family.class_names]
@@ -98,9 +98,7 @@ def test_save_and_reload(name: str, tmp_path: Path) -> None:
 @by_class
 def test_weights_change(name: str) -> None:
     """Every single parameter counts, and its change is noticed."""
-    tower = family_tower(name)
-    call = Call.of(tower, [(1, 10, 12), (1, 4, 6)])
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call = fused_tower(family_tower(name), [(1, 10, 12), (1, 4, 6)], STRICT)
     before = call.run(tower)
     for i, parameter in enumerate(tower.parameters()):
         with torch.no_grad():

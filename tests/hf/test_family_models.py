@@ -12,39 +12,17 @@ from torch import nn
 import fusedvit
 from fusedvit.bench.towers import random_weights_
 from fusedvit.pixels.byte_pixels import as_floats
+from tests.support import towers
 from tests.support.byte_patches import bytes_for
 from tests.support.families import TINY
-from tests.support.towers import (
-    IMAGE,
-    VIDEO,
-    VISION_END,
-    VISION_START,
-    VOCABULARY,
-    Grid,
-    error_of,
-    pixels_for,
-    ran_fused,
-)
-from tests.support.towers import prompt as prompt_by_frame
+from tests.support.towers import IMAGE, VIDEO, VISION_END, VISION_START, Grid, error_of, prompt, ran_fused
 
 STRICT = fusedvit.FuseConfig(strict=True)
 HIDDEN = 64
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+TEXT = towers.TEXT | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "rope_parameters": ROPE}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-INTERLEAVED = {"rope_parameters": TEXT["rope_parameters"] | {"mrope_interleaved": True}}
+INTERLEAVED = {"rope_parameters": ROPE | {"mrope_interleaved": True}}
 TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -107,28 +85,10 @@ def tower_of(model: Any) -> Any:
     return model.visual if hasattr(model, "visual") else model.model.visual
 
 
-def prompt(tower: Any, images: Grid, videos: Grid) -> dict[str, torch.Tensor]:
-    """Arguments of `generate` for one sequence: some text, the images, the videos."""
-    tokens = [5, 6]
-    for media, placeholder in ((images, IMAGE), (videos, VIDEO)):
-        for t, h, w in media:
-            tokens += [VISION_START, *[placeholder] * (t * h * w // 4), VISION_END]
-    ids = torch.tensor([[*tokens, 7, 8]])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
-        "pixel_values": pixels_for(tower, images),
-        "image_grid_thw": torch.tensor(images),
-        "pixel_values_videos": pixels_for(tower, videos, seed=2),
-        "video_grid_thw": torch.tensor(videos),
-    }
-
-
 def arguments_for(model: Any) -> dict[str, torch.Tensor]:
     if "Qwen4" in type(model).__name__:
-        return prompt_by_frame(tower_of(model), IMAGES, VIDEOS)
-    inputs = prompt(tower_of(model), IMAGES, VIDEOS)
+        return prompt(tower_of(model), IMAGES, VIDEOS)
+    inputs = prompt(tower_of(model), IMAGES, VIDEOS, by_frame=False)
     if "Omni" in type(model).__name__:
         del inputs["mm_token_type_ids"]
         inputs["video_second_per_grid"] = torch.ones(len(VIDEOS))

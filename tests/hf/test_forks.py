@@ -14,7 +14,7 @@ import torch
 import fusedvit
 from fusedvit import api
 from tests.hf.test_weights import like
-from tests.support.towers import GRIDS, Call, copy_of, error_of, tiny_tower
+from tests.support.towers import GRIDS, Call, copy_of, error_of, fused_tower, tiny_tower
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # newer Pythons warn of forks beside threads
@@ -101,9 +101,7 @@ def test_a_child_waits_for_no_thread_of_its_parent(name: str, copied: bool) -> N
 
 def test_weights_half_prepared_are_prepared_again() -> None:
     """A thread of the parent has written prepared copies when the process forks, and nothing else says so."""
-    tower = tiny_tower(hidden_size=64, intermediate_size=128)
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(tiny_tower(hidden_size=64, intermediate_size=128), GRIDS["smallest"])
     expected = call.run(tower)
     real = handle.weights.read_back
 
@@ -121,9 +119,7 @@ def test_weights_half_prepared_are_prepared_again() -> None:
 
 
 def test_forks_while_threads_call_and_write() -> None:
-    tower = tiny_tower(depth=1, deepstack_visual_indexes=[0])
-    call = Call.of(tower, GRIDS["smallest"])
-    fusedvit.fuse(tower)
+    tower, _, call = fused_tower(tiny_tower(depth=1, deepstack_visual_indexes=[0]), GRIDS["smallest"])
     expected, stop = call.run(tower), threading.Event()
 
     def work() -> None:

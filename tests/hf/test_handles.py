@@ -32,6 +32,8 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     copy_of,
+    fused_and_original,
+    fused_tower,
     ran_fused,
     tiny_model,
     tiny_tower,
@@ -100,10 +102,8 @@ CHANGES: dict[str, Change] = {"same": torch.clone, "other": lambda p: p * 1.1, "
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("other", OTHERS, ids=lambda f: f.__name__)
 def test_a_copy_runs_on_its_own_weights(other: Callable[[nn.Module, Change], Any], change: Change, used: bool) -> None:
-    tower = tiny_tower()
-    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original()
+    expected = call.run(original)
     if used:
         call.run(tower)
     made, reference = other(tower, change), other(original, change)
@@ -120,9 +120,7 @@ def test_a_copy_runs_on_its_own_weights(other: Callable[[nn.Module, Change], Any
 
 @each_of(INSTALLED)
 def test_replicas_of_every_family(name: str) -> None:
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, [(1, 4, 4), (1, 8, 4)])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original(family_tower(name), [(1, 4, 4), (1, 8, 4)])
     call.run(tower)
     assert_same(call.run(replica_of(tower, torch.Tensor.double)), call.run(replica_of(original, torch.Tensor.double)))
     ran_originals = handle.stats()["original"]
@@ -244,11 +242,13 @@ def interrupted(*_: object) -> None:
 def test_threads_that_fuse_one_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first requests of a server, say: it has one handle, which each of them gets."""
 
-    def late(*given: Any) -> FusedEncoder:
-        time.sleep(0.05)
-        return FusedEncoder(*given)
+    made = FusedEncoder.__init__
 
-    monkeypatch.setattr(api, "FusedEncoder", late)
+    def late(self: FusedEncoder, *given: Any) -> None:
+        time.sleep(0.05)
+        made(self, *given)
+
+    monkeypatch.setattr(FusedEncoder, "__init__", late)
     tower, found, part = tiny_tower(), list[Any](), image_processor(patch_size=4)
     threads = [
         threading.Thread(target=lambda given=given: found.append(fusedvit.fuse(tower, processor=given)))
@@ -265,8 +265,7 @@ def test_threads_that_fuse_one_tower(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_handle_is_called_as_its_tower() -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower()
     assert torch.equal(handle(call.pixels, call.grid), handle.concatenated(call.pixels, call.grid))
     ran_fused(handle, calls=2)
 
@@ -509,9 +508,7 @@ def test_calls_that_race_fuse_and_unfuse() -> None:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_calls_that_race_refreshes_are_not_starved(graphs: bool) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"], config=STRICT)
     handle.refresh()
     if graphs:
         with graphs_on_cpu(handle, check_limits((4, 16, 64), 4, 8)):
@@ -524,9 +521,7 @@ def test_calls_that_race_refreshes_are_not_starved(graphs: bool) -> None:
 
 @pytest.mark.parametrize("act", ["release", "reconfigure", "drop_graphs"])
 def test_calls_that_race_release_and_reconfigure(act: str) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     acts: dict[str, Callable[[], None]] = {
         "release": handle.release,
         "reconfigure": lambda: handle.reconfigure(fusedvit.FuseConfig(watch_data=not handle.config.watch_data)),
@@ -543,9 +538,7 @@ def test_calls_that_race_release_and_reconfigure(act: str) -> None:
 
 
 def test_reconfigure_that_races_calls_leaves_no_empty_reason() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     handle.refresh()
 
     def turn() -> None:
@@ -560,9 +553,7 @@ def test_reconfigure_that_races_calls_leaves_no_empty_reason() -> None:
 
 
 def test_weights_that_somebody_writes_all_the_time_end_in_the_original_code() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     real = handle.weights.read_back
 
     def overtaken(*arguments: Any) -> Any:

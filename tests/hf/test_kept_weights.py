@@ -21,6 +21,8 @@ from tests.support.towers import (
     assert_different,
     assert_same,
     expected_of,
+    fused_and_original,
+    fused_tower,
     ran_fused,
     tiny_tower,
 )
@@ -46,10 +48,8 @@ def other_attention(tower: Any) -> None:
 @pytest.mark.parametrize("watch_data", [True, False])
 @pytest.mark.parametrize("edit", [moved, cast_and_back, other_attention], ids=lambda edit: edit.__name__)
 def test_no_weight_changes(edit: Edit, watch_data: bool) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=watch_data))
+    tower, handle, call, original = fused_and_original(config=fusedvit.FuseConfig(watch_data=watch_data))
+    expected = call.run(original)
     for _ in range(8):
         assert_same(call.run(tower), expected)
         edit(tower)
@@ -76,10 +76,8 @@ AWAY: list[Callable[[Any], AbstractContextManager[None]]] = [hooked, patched]
 
 @pytest.mark.parametrize("away", AWAY, ids=lambda away: away.__name__)
 def test_what_comes_and_goes(away: Any) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original()
+    expected = call.run(original)
     for _ in range(3):
         assert_same(call.run(tower), expected)
         with away(tower):
@@ -159,30 +157,6 @@ def test_an_adapter_of_another_scale() -> None:
     assert_different(ours, before)
     assert_same(ours, expected_of(tower, call))
     assert handle.stats()["refreshes"] == 2
-
-
-def test_parameters_that_count_no_version_are_prepared_again() -> None:
-    """One element of one escapes fingerprints."""
-    with torch.inference_mode():
-        tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower)
-    call.run(tower)
-    moved_buffers = tower.rotary_pos_emb.inv_freq.clone()
-    tower.rotary_pos_emb.inv_freq = moved_buffers
-    assert_same(call.run(tower), expected_of(tower, call))
-    assert handle.stats()["refreshes"] == 2
-
-
-def test_refresh_prepares_whatever_fingerprints_say() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower, BY_VERSIONS)
-    call.run(tower)
-    tower.merger.linear_fc2.bias.data[3] += 4
-    handle.refresh()
-    assert handle.stats()["refreshes"] == 2
-    assert_same(call.run(tower), expected_of(tower, call))
 
 
 @pytest.mark.parametrize("watch_data", [True, False])
@@ -272,9 +246,7 @@ SAME: list[Edit] = [load, nothing_added, load_and_switch_attention]
 @pytest.mark.parametrize("write", SAME, ids=lambda write: write.__name__)
 def test_the_same_values_written_before_each_call(write: Edit, watch_data: bool) -> None:
     """As a trainer's sync of a frozen tower."""
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=watch_data))
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"], config=fusedvit.FuseConfig(watch_data=watch_data))
     expected = call.run(tower)
     for _ in range(MOST_PREPARING + 4):
         write(tower)
@@ -309,9 +281,7 @@ def test_one_element_written_where_others_keep_their_values(write: Edit) -> None
 
 
 def test_whatever_else_changes_as_the_same_values_are_written() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower()
     for _ in range(3):
         load(tower)
         expected = call.run(tower)

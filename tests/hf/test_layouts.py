@@ -11,7 +11,17 @@ from torch import nn
 import fusedvit
 from fusedvit.checks import fallback
 from tests.support.families import SHAPES, family_tower
-from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, outputs_of, ran_fused, ran_original
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_same,
+    copy_of,
+    error_of,
+    fused_and_original,
+    outputs_of,
+    ran_fused,
+    ran_original,
+)
 
 
 def square(tower: Any) -> nn.Parameter:
@@ -69,9 +79,7 @@ VIEWS = [transposed, expanded, cut, negated, of_another_class, frequencies_of_on
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
 @pytest.mark.parametrize("name", SHAPES)
 def test_another_view_of_the_same_memory(name: str, view: Callable[[Any], None]) -> None:
-    tower = family_tower(name)
-    original = copy_of(tower)
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["images"])
+    tower, handle, call, original = fused_and_original(family_tower(name), GRIDS["images"])
     before = call.run(tower)
     view(tower)
     view(original)
@@ -121,9 +129,7 @@ def test_sparse_parameters(layout: torch.layout, used: bool) -> None:
 
 def test_pruned_in_place() -> None:
     """Half of each MLP's channels cut off, as structured pruning does it: the original code computes the rest."""
-    tower = family_tower("Qwen3VLVisionModel")
-    original = copy_of(tower)
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["images"])
+    tower, handle, call, original = fused_and_original(family_tower("Qwen3VLVisionModel"), GRIDS["images"])
     before = call.run(tower)
     for pruned in (tower, original):
         for block in pruned.blocks:

@@ -18,7 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedvit
 from fusedvit.fused_encoder import FusedEncoder
 from tests.support.families import INSTALLED, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, outputs_of, ran_fused, tiny_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_same,
+    copy_of,
+    error_of,
+    fused_and_original,
+    fused_tower,
+    outputs_of,
+    ran_fused,
+    tiny_tower,
+)
 
 STRICT = fusedvit.FuseConfig(strict=True)
 HIDDEN = "hidden_states"
@@ -155,9 +166,7 @@ def test_assigned_hidden_states_are_kept() -> None:
 
 @each_of(INSTALLED)
 def test_every_family(name: str) -> None:
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, [(1, 4, 6), (1, 2, 2)])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call, original = fused_and_original(family_tower(name), [(1, 4, 6), (1, 2, 2)], STRICT)
     arguments: list[dict[str, Any]] = [{}, {"output_hidden_states": True}]
     if "router_logits" in tower._can_record_outputs:
         arguments.append({"output_router_logits": True, "output_hidden_states": True})
@@ -278,9 +287,7 @@ def test_reading_after_a_change_raises(name: str, inference: bool) -> None:
 
 def test_pixels_that_change_their_order_within_a_row() -> None:
     """By so little that the answer hardly differs: what is read is of the call's input or it raises."""
-    tower = tiny_tower()
-    fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, _, call = fused_tower(config=STRICT)
     call.pixels[2, 1] = call.pixels[2, 0] + 1e-4
     ours = call.record(tower, output_hidden_states=True)
     call.pixels.numpy()[2, :2] = call.pixels.numpy()[2, 1::-1].copy()
@@ -325,9 +332,7 @@ def test_last_hidden_state_written_to_by_the_caller() -> None:
 
 
 def test_under_autocast_they_have_its_dtypes() -> None:
-    tower = tiny_tower().to(torch.bfloat16)
-    original, call = copy_of(tower), Call.of(tower, GRIDS["video"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call, original = fused_and_original(tiny_tower().to(torch.bfloat16), GRIDS["video"], STRICT)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ours, ref = (m(call.pixels, grid_thw=call.grid, output_hidden_states=True) for m in (tower, original))
     for a, b in zip(ours.hidden_states[:-1], ref.hidden_states[:-1], strict=True):
@@ -336,9 +341,7 @@ def test_under_autocast_they_have_its_dtypes() -> None:
 
 
 def test_a_list_as_grid() -> None:
-    tower = tiny_tower()
-    fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["video"])
+    tower, _, call = fused_tower(grid=GRIDS["video"], config=STRICT)
     with torch.no_grad():
         ours = tower(call.pixels, grid_thw=call.grid.tolist(), output_hidden_states=True)
     assert len(ours.hidden_states) == tower.config.depth + 1

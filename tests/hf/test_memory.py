@@ -25,6 +25,7 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     copy_of,
+    fused_tower,
     outputs_of,
     ran_fused,
     storages_of,
@@ -72,8 +73,7 @@ MOVES = [other_memory, freed_and_taken_again, gathered]
 @pytest.mark.parametrize("move", MOVES, ids=lambda f: f.__name__)
 def test_parameters_that_move_are_followed(move: Callable[[torch.Tensor], None], name: str) -> None:
     """All of them, then each by itself: the same answer, and nothing prepared anew."""
-    tower = family_tower(name)
-    call, handle = Call.of(tower, SMALL), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(family_tower(name), SMALL, STRICT)
     expected = call.run(tower)
     parameters = list(tower.parameters())
     for moved in (parameters, *([p] for p in parameters[:: max(1, len(parameters) // 9)])):
@@ -110,8 +110,7 @@ def launches_of_fingerprints() -> Any:
 @pytest.mark.parametrize("move", MOVES, ids=lambda f: f.__name__)
 def test_no_kernel_reads_through_addresses_of_before(move: Callable[[torch.Tensor], None], graphs: bool) -> None:
     """Neither the fingerprint nor a graph: any one parameter may have moved."""
-    tower = tiny_tower(depth=1, deepstack_visual_indexes=[0])
-    call, handle = Call.of(tower, GRIDS["smallest"]), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(tiny_tower(depth=1, deepstack_visual_indexes=[0]), GRIDS["smallest"], STRICT)
     expected = call.run(tower)
     patched, notes = launches_of_fingerprints()
     replays: list[bool] = []
@@ -137,8 +136,7 @@ def test_no_kernel_reads_through_addresses_of_before(move: Callable[[torch.Tenso
 
 
 def test_graphs_go_when_what_they_read_moves() -> None:
-    tower = tiny_tower()
-    call, handle = Call.of(tower, GRIDS["smallest"]), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"], config=STRICT)
     handle.refresh()
     with graphs_on_cpu(handle, LIMITS) as graphs:
         call.run(tower)
@@ -159,8 +157,7 @@ def test_graphs_go_when_what_they_read_moves() -> None:
 
 
 def test_graphs_are_given_up_where_parameters_move_from_call_to_call() -> None:
-    tower = tiny_tower()
-    call, handle = Call.of(tower, GRIDS["smallest"]), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"], config=STRICT)
     expected = call.run(tower)
     with graphs_on_cpu(handle, LIMITS) as graphs:
         for _ in range(MOST_MOVES + 3):
@@ -220,19 +217,6 @@ def test_freed_and_empty_parameters_are_left_to_the_original(name: str) -> None:
         assert_bitwise(call.run(tower), expected)
 
 
-def test_a_tower_that_is_offloaded_says_so() -> None:
-    from accelerate import cpu_offload
-
-    tower = tiny_tower()
-    call, handle = Call.of(tower, GRIDS["mix"]), fusedvit.fuse(tower)
-    expected = call.run(tower)
-    cpu_offload(tower, execution_device=torch.device("cpu"))
-    for _ in range(2):
-        assert_same(call.run(tower), expected)
-    stats = handle.stats()
-    assert stats["refreshes"] == 1 and sum(stats["original"].values()) == 2
-
-
 # content that is lost
 
 
@@ -247,8 +231,7 @@ def garble(tensors: Any) -> None:
 def test_sleep(name: str, level: int, graphs: bool) -> None:
     """A serving engine's sleep modes: memory comes back at the same addresses; at level 1 with its content, at level 2
     with any, and the engine writes the parameters again."""
-    tower = family_tower(name)
-    call, handle = Call.of(tower, SMALL), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(family_tower(name), SMALL, STRICT)
     expected = call.run(tower)
     kept = [p.detach().clone() for p in tower.parameters()]
     with graphs_on_cpu(handle, LIMITS) as some, torch.no_grad():
@@ -318,8 +301,7 @@ def test_memory_goes_with_a_whole_model() -> None:
 
 @each_of(SHAPES)
 def test_memory_goes_with_unfuse(name: str) -> None:
-    tower = family_tower(name)
-    call, handle = Call.of(tower, SMALL), fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(family_tower(name), SMALL)
     expected = call.run(tower)
     held = storages_of(handle.weights.get().copies())
     fusedvit.unfuse(tower)
@@ -346,8 +328,7 @@ def test_memory_goes_with_unfuse(name: str) -> None:
 @each_of(SHAPES)
 @pytest.mark.parametrize("move", [lambda t: t.to("meta"), lambda t: t.half(), lambda t: t.double()])
 def test_memory_goes_when_parameters_move_away(move: Callable[[nn.Module], object], name: str) -> None:
-    tower = family_tower(name)
-    call, handle = Call.of(tower, SMALL), fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(family_tower(name), SMALL)
     call.run(tower)
     held = storages_of([*tower.parameters(), *handle.weights.get().copies()])
     move(tower)
@@ -356,8 +337,7 @@ def test_memory_goes_when_parameters_move_away(move: Callable[[nn.Module], objec
 
 
 def test_release_gives_everything_back_and_the_next_call_prepares_again() -> None:
-    tower = tiny_tower()
-    call, handle = Call.of(tower, SMALL), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(grid=SMALL, config=STRICT)
     expected = call.run(tower)
     held = storages_of(handle.weights.get().copies())
     handle.release()
@@ -396,9 +376,7 @@ Answers = Callable[[Any, Call], dict[str, torch.Tensor]]
 @each_of(SHAPES)
 def test_outputs_are_tensors_of_their_own(name: str, answers: Answers) -> None:
     """Each has a storage of exactly its size, is no view, and survives what is done to the others."""
-    tower = family_tower(name)
-    fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, SMALL)
+    tower, _, call = fused_tower(family_tower(name), SMALL, STRICT)
     expected = {n: t.clone() for n, t in answers(tower, call).items()}
     for victim in expected:
         got = answers(tower, call)
@@ -420,9 +398,7 @@ def test_outputs_are_tensors_of_their_own(name: str, answers: Answers) -> None:
 
 @each_of(SHAPES)
 def test_concatenated(name: str) -> None:
-    tower = family_tower(name)
-    call = Call.of(tower, SMALL)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(family_tower(name), SMALL)
     for _ in range(2):  # fused, then by the original code
         pixels, named = inputs_of(tower, call.pixels, call.grid)
         got = handle.concatenated(pixels, *named.values())

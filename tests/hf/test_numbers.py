@@ -23,7 +23,7 @@ from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import buffer_shapes
 from tests.support.changes import undone
 from tests.support.families import INSTALLED, SHAPES, each_of, family_tower
-from tests.support.towers import Call, assert_bitwise, error_of, outcome
+from tests.support.towers import Call, assert_bitwise, error_of, fused_and_original, fused_tower, outcome
 
 GRID = [(1, 8, 4), (1, 2, 10)]  # single frames: GLM's towers take no more when called directly
 LIMIT = 1e-5
@@ -201,8 +201,7 @@ def another(value: Any) -> Any:
 @each_of(INSTALLED)
 def test_equal_values_written_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PEFT's and transformers' setters do: nothing is judged, and the new objects are compared from then on."""
-    tower = family_tower(name)
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRID)
+    tower, handle, call = fused_tower(family_tower(name), GRID)
     expected, version = call.run(tower), handle.weights.version
     assert handle.weights.host_unchanged()
     lists: list[list[Any]] = []
@@ -243,9 +242,7 @@ def test_frequencies_that_were_cast(name: str) -> None:
 def test_a_buffer_that_wants_a_gradient(name: str) -> None:
     """As somebody who learns the rotary frequencies: the original code gives it, where it does not take them for
     constants, as older transformers does."""
-    tower = family_tower(name)
-    original = copy.deepcopy(tower)
-    handle, call = fusedvit.fuse(tower), Call.of(tower, [(1, 4, 6), (1, 6, 4)])
+    tower, handle, call, original = fused_and_original(family_tower(name), [(1, 4, 6), (1, 6, 4)])
     call.run(tower)
     gradients = []
     for asked in (tower, original):
@@ -301,10 +298,8 @@ def test_a_parameter_where_there_was_none(name: str, used: bool) -> None:
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_a_module_that_no_tower_has(path: str, used: bool) -> None:
     """Nothing that runs reads it; what it is there for is not known, so the original code runs."""
-    tower = family_tower(QWEN3)
-    call = Call.of(tower, GRID)
-    expected = call.run(tower)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original(family_tower(QWEN3), GRID)
+    expected = call.run(original)
     if used:
         call.run(tower)
     tower.get_submodule(path).add_module("extra", nn.Identity())
@@ -335,9 +330,7 @@ def test_dropout_matters_in_training_mode_only(used: bool) -> None:
 
 
 def test_training_mode_without_dropout_is_fused() -> None:
-    tower = family_tower(QWEN3)
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
-    call = Call.of(tower, GRID)
+    tower, handle, call = fused_tower(family_tower(QWEN3), GRID, fusedvit.FuseConfig(strict=True))
     call.run(tower)
     call.run(tower.train())
     assert handle.stats()["refreshes"] == 1
@@ -397,9 +390,7 @@ WAYS: dict[str, Callable[[Any, Call], object]] = {
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_every_way_to_prepared_weights_asks_first(way: str, used: bool) -> None:
     """All of them lead through `WeightCache.prepare`, which raises or falls back by one question."""
-    tower = family_tower(QWEN3)
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
-    call = Call.of(tower, GRID)
+    tower, handle, call = fused_tower(family_tower(QWEN3), GRID, fusedvit.FuseConfig(strict=True))
     if used:
         call.run(tower)
     tower.blocks[1].norm2.eps = 0.5
@@ -413,8 +404,7 @@ def test_every_way_to_prepared_weights_asks_first(way: str, used: bool) -> None:
 def test_a_refused_tower_is_not_judged_at_each_call() -> None:
     """Judging it takes as long as a small call: a verdict stands while nothing has changed that it goes by, and where
     something does at each call, keeping it is given up."""
-    tower = family_tower(QWEN3)
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRID)
+    tower, handle, call = fused_tower(family_tower(QWEN3), GRID)
     tower.blocks[1].attn.scaling = 0.5
     judged, kept = mock.patch.object(CheckedTower, "_reason", autospec=True, side_effect=CheckedTower._reason), 0
     with judged as asked:
@@ -433,10 +423,7 @@ def test_a_refused_tower_is_not_judged_at_each_call() -> None:
 
 def test_content_that_changed_is_not_prepared_from_a_changed_tower() -> None:
     """A write that only the fingerprint shows, with a number changed beside it that no snapshot holds."""
-    tower = family_tower(QWEN3)
-    original = copy.deepcopy(tower)
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRID)
+    tower, handle, call, original = fused_and_original(family_tower(QWEN3), GRID)
     call.run(tower)
     for module in (tower, original):
         module.merger.linear_fc2.weight.data.mul_(1.5)

@@ -15,7 +15,7 @@ from fusedvit.calls.original_inputs import for_original
 from fusedvit.checks import fallback
 from fusedvit.families.registry import family_of
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
-from tests.support.towers import Call, assert_same, outcome, outputs_of, ran_original
+from tests.support.towers import Call, assert_same, fused_tower, outcome, outputs_of, ran_original
 
 GRID = [(1, 8, 4), (1, 2, 10)]
 
@@ -35,8 +35,7 @@ FALLS_BACK: dict[str, Callable[[Any], None]] = {"hooks": hooked, "gradients": tr
 @pytest.mark.parametrize("reason", FALLS_BACK)
 @each_of(BY_GRID)
 def test_rows_as_grid_where_a_call_falls_back(name: str, reason: str) -> None:
-    tower = family_tower(name)
-    handle, call = fusedvit.fuse(tower), Call.of(tower, GRID)
+    tower, handle, call = fused_tower(family_tower(name), GRID)
     FALLS_BACK[reason](tower)
     ref = outputs_of(call.record(tower))
     for grid in (list(map(list, GRID)), tuple(GRID)):

@@ -17,6 +17,8 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     copy_of,
+    fused_and_original,
+    fused_tower,
     outputs_of,
     patches_of,
     pixels_for,
@@ -29,18 +31,10 @@ from tests.support.towers import (
 STRICT = fusedvit.FuseConfig(strict=True)
 
 
-@pytest.mark.parametrize("size", [64, 72, 80, 128])
-def test_head_sizes(size: int) -> None:
-    tower = vision_tower(hidden_size=2 * size, depth=2, deepstack_visual_indexes=[1])
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(copy_of(tower))
-    fusedvit.fuse(tower, STRICT)
-    assert_same(call.run(tower), expected)
-
-
 @pytest.mark.parametrize(
     "vision",
     [
+        *({"hidden_size": 2 * size, "depth": 2, "deepstack_visual_indexes": [1]} for size in (64, 72, 80, 128)),
         {"depth": 1, "deepstack_visual_indexes": []},
         {"depth": 4, "deepstack_visual_indexes": [3, 1]},  # not in the order of the blocks
         {"spatial_merge_size": 1},
@@ -54,28 +48,21 @@ def test_head_sizes(size: int) -> None:
     ids=str,
 )
 def test_other_numbers(vision: dict[str, Any]) -> None:
-    tower = vision_tower(**vision)
-    call = Call.of(tower, [(1, 4, 8), (2, 8, 4)])
-    expected = call.run(copy_of(tower))
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call, original = fused_and_original(vision_tower(**vision), [(1, 4, 8), (2, 8, 4)], STRICT)
+    expected = call.run(original)
     assert_same(call.run(tower), expected)
 
 
 @pytest.mark.parametrize("out", [40, 41, 42])
 def test_outputs_are_contiguous(out: int) -> None:
     """As Hugging Face's are, so that `.view` works on them; 41 and 42 floats are no multiple of 16 bytes."""
-    tower = vision_tower(out_hidden_size=out)
-    call = Call.of(tower, GRIDS["images"])
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call = fused_tower(vision_tower(out_hidden_size=out), GRIDS["images"], STRICT)
     assert [name for name, t in call.run(tower).items() if not t.is_contiguous()] == []
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
 def test_return_dict(kind: str) -> None:
-    tower = tiny_tower(kind)
-    call = Call.of(tower, GRIDS["images"])
-    original = copy_of(tower)
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call, original = fused_and_original(tiny_tower(kind), GRIDS["images"], STRICT)
     with torch.no_grad():
         for value in (False, True, None):
             ours, ref = (m(call.pixels, call.grid, return_dict=value) for m in (tower, original))
@@ -98,9 +85,7 @@ def test_return_dict_of_the_config() -> None:
 
 
 def test_by_position_and_by_name() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["images"])
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call = fused_tower(grid=GRIDS["images"], config=STRICT)
     with torch.no_grad():
         first = outputs_of(tower(call.pixels, call.grid))
         assert_bitwise(outputs_of(tower(call.pixels, grid_thw=call.grid)), first)
@@ -121,9 +106,7 @@ GRID_VARIANTS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("variant", GRID_VARIANTS.values(), ids=GRID_VARIANTS)
 def test_grid_variants(variant: Callable[[torch.Tensor], Any]) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call = fused_tower(config=STRICT)
     expected = call.run(tower)
     with torch.no_grad():
         assert_bitwise(outputs_of(tower(call.pixels, grid_thw=variant(call.grid))), expected)
@@ -138,41 +121,21 @@ def test_pixels_of_another_dtype_are_cast(dtype: torch.dtype) -> None:
     assert_same(call.run(tower), call.run(original))
 
 
-def _every_second_row(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(2, dim=0)[::2]
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every second row": lambda x: x.repeat_interleave(2, dim=0)[::2],
+    "columns first": lambda x: x.t().contiguous().t(),
+    "offset by one": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),  # 4 bytes into its storage
+    "an odd pitch": lambda x: torch.cat([x, x[:, :1]], dim=1)[:, : x.shape[1]],
+    "every second column": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
 
 
-def _columns_first(x: torch.Tensor) -> torch.Tensor:
-    return x.t().contiguous().t()
-
-
-def _offset_by_one(x: torch.Tensor) -> torch.Tensor:
-    """The storage begins one value, 4 bytes, before the pixels."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
-def _odd_pitch(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x[:, :1]], dim=1)[:, : x.shape[1]]
-
-
-def _every_second_column(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(2, dim=1)[:, ::2]
-
-
-def _expanded(x: torch.Tensor) -> torch.Tensor:
-    return x[:1].expand_as(x)
-
-
-LAYOUTS = [_every_second_row, _columns_first, _offset_by_one, _odd_pitch, _every_second_column, _expanded]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
-def test_pixels_of_another_layout(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    tower = tiny_tower()
-    original = copy_of(tower)
-    fusedvit.fuse(tower, STRICT)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pixels_of_another_layout(layout: str) -> None:
+    tower, _, _, original = fused_and_original(config=STRICT)
     pixels, grid = pixels_for(tower, GRIDS["mix"]), torch.tensor(GRIDS["mix"])
-    laid = layout(pixels)
+    laid = LAYOUTS[layout](pixels)
     before = laid.clone()
     ours = Call(laid, grid).run(tower)
     assert_bitwise(ours, Call(laid.contiguous(), grid).run(tower))
@@ -181,9 +144,7 @@ def test_pixels_of_another_layout(layout: Callable[[torch.Tensor], torch.Tensor]
 
 
 def test_inputs_are_not_changed() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call = fused_tower(config=STRICT)
     pixels, grid = call.pixels.clone(), call.grid.clone()
     call.run(tower)
     assert call.pixels.equal(pixels) and call.grid.equal(grid)
@@ -205,9 +166,7 @@ def test_empty_batch(kind: str) -> None:
 
 
 def test_item_without_frames() -> None:
-    tower = tiny_tower()
-    original = copy_of(tower)
-    fusedvit.fuse(tower, STRICT)
+    tower, _, _, original = fused_and_original(config=STRICT)
     with_none = Call.of(tower, [(1, 4, 6), (0, 4, 4), (2, 2, 4)])
     assert_same(with_none.run(tower), with_none.run(original))
     assert_bitwise(with_none.run(tower), Call(with_none.pixels, with_none.grid[[0, 2]]).run(tower))

@@ -27,11 +27,32 @@ from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import is_builtin
 from fusedvit.checks.source_code import definition_of
 from tests.support.families import BY_GRID, INSTALLED, SHAPES, class_of, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, fused_when, modeling, tiny_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_alike,
+    assert_bitwise,
+    assert_same,
+    error_of,
+    fused_and_original,
+    fused_tower,
+    fused_when,
+    in_place_of,
+    modeling,
+    outcome,
+    reversed_blocks,
+    tiny_tower,
+    twisted,
+)
 
 GRID = [(1, 8, 4), (1, 2, 10)]
+QWEN, LINEAR = modeling(), sys.modules["torch.nn.modules.linear"]
+ROTARY, RECOMPOSITION = "apply_rotary_pos_emb_vision", "recomposition_frequencies"
 STRICT = fusedvit.FuseConfig(strict=True)
 WHEN = pytest.mark.parametrize("when", ["before fuse", "after fuse", "after a call"])
+
+
+at, _named = mock.patch.object, types.SimpleNamespace
 
 
 class Replaceable(NamedTuple):
@@ -64,17 +85,6 @@ def spoiled(old: Callable[..., Any]) -> Callable[..., Any]:
         return twisted(old(*arguments, **named))
 
     return replacement
-
-
-def twisted(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value * 1.5
-    if type(value) is tuple:
-        return tuple(map(twisted, value))
-    if isinstance(value, dict):
-        for name in value:
-            value[name] = twisted(value[name])
-    return value
 
 
 def answer_when(tower: Any, when: str, replace: contextlib.AbstractContextManager[Any], call: Call) -> tuple[Any, Any]:
@@ -113,18 +123,6 @@ def test_every_function_that_a_tower_runs(name: str) -> None:
     assert changed >= 10 * len(items) / len(found), "the replacements change too little: the test shows nothing"
 
 
-def test_fused_again_when_what_was_replaced_is_back() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    attention = type(tower.blocks[0].attn)
-    with mock.patch.object(attention, "forward", spoiled(attention.forward)):
-        call.run(tower)
-    assert_bitwise(call.run(tower), expected)
-    assert handle.stats()["fused"] == 2
-
-
 @contextlib.contextmanager
 def other_code(function: types.FunctionType, code: types.CodeType) -> Iterator[None]:
     kept, function.__code__ = function.__code__, code
@@ -152,9 +150,13 @@ def _skewed(
     return q * 2, k
 
 
+def rotary() -> Any:
+    return getattr(QWEN, ROTARY)
+
+
 def _same_names() -> Any:
     """A function with the module, names and file of the one that it stands for."""
-    real = modeling().apply_rotary_pos_emb_vision
+    real = rotary()
     false = types.FunctionType(_skewed.__code__, real.__globals__, real.__name__, real.__defaults__)
     false.__module__, false.__qualname__ = real.__module__, real.__qualname__
     return false
@@ -167,75 +169,47 @@ def _another_modules() -> Any:
 
 
 REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "a function with the same names": lambda: mock.patch.object(
-        modeling(), "apply_rotary_pos_emb_vision", _same_names()
+    "a function with the same names": lambda: at(QWEN, ROTARY, _same_names()),
+    "another model's function": lambda: at(QWEN, ROTARY, _another_modules()),
+    "the code of a function": lambda: other_code(rotary(), _skewed.__code__),
+    "the defaults of a function": lambda: at(rotary(), "__defaults__", (None,)),
+    "the keyword defaults of a function": lambda: at(rotary(), "__kwdefaults__", {"sin": None}),
+    "names in the code of a function": lambda: other_code(rotary(), _absolute()),
+    "the globals of a function": lambda: at(QWEN, ROTARY, _other_globals()),
+    "a decorated function that says it is another": lambda: in_place_of(QWEN.Qwen3VLVisionModel, "forward", _decorated),
+    "a function that fused code does not name": lambda: in_place_of(torch, "repeat_interleave", spoiled),
+    "a partial function": lambda: at(QWEN, ROTARY, functools.partial(_skewed)),
+    "an object to call": lambda: at(QWEN, "rotate_half", mock.Mock(side_effect=lambda x: -x)),
+    "a wrapper that hides what it wraps": lambda: in_place_of(QWEN.Qwen3VLVisionMLP, "forward", _hiding),
+    "another method of the class": lambda: at(QWEN.Qwen3VLVisionRotaryEmbedding, RECOMPOSITION, _four_times),
+    "an eager attention": lambda: at(QWEN, "eager_attention_forward", _capped),
+    "a method of tensors": lambda: in_place_of(torch.Tensor, "permute", _doubled),
+    "how modules find what is registered": lambda: in_place_of(nn.Module, "__getattr__", _doubled),
+    "what a decorator wraps": lambda: other_cell(QWEN.Qwen3VLVisionModel.forward),
+    "how modules find anything": lambda: at(nn.Linear, "__getattribute__", _doubling_weights),
+    "the order in which blocks run": lambda: at(nn.ModuleList, "__iter__", reversed_blocks),
+    "a property over a module": lambda: in_place_of(
+        QWEN.Qwen3VLVisionBlock, "norm1", lambda _: property(lambda self: nn.Identity())
     ),
-    "another model's function": lambda: mock.patch.object(
-        modeling(), "apply_rotary_pos_emb_vision", _another_modules()
+    "a property over a parameter": lambda: in_place_of(nn.LayerNorm, "weight", lambda _: property(_doubled_weight)),
+    "the registry of attention functions": lambda: at(
+        QWEN, "ALL_ATTENTION_FUNCTIONS", _named(get_interface=lambda *_: _capped)
     ),
-    "the code of a function": lambda: other_code(modeling().apply_rotary_pos_emb_vision, _skewed.__code__),
-    "the defaults of a function": lambda: mock.patch.object(
-        modeling().apply_rotary_pos_emb_vision, "__defaults__", (None,)
+    "torch's attention": lambda: at(nn.functional, "scaled_dot_product_attention", _flat_attention),
+    "torch's linear": lambda: at(nn.functional, "linear", lambda x, w, b=None: (x @ w.t()) * 2),
+    "the call of every module": lambda: at(nn.Module, "__call__", _calling),
+    "an operator of tensors": lambda: at(torch.Tensor, "__add__", _doubled(torch.add)),
+    "a module in the place of torch's": lambda: at(LINEAR, "F", _named(linear=lambda x, w, b=None: 2 * (x @ w.t()))),
+    "a module that bears torch's name": lambda: at(
+        LINEAR, "F", _false_module(nn.functional, linear=lambda x, w, b=None: x @ w.t())
     ),
-    "the keyword defaults of a function": lambda: mock.patch.object(
-        modeling().apply_rotary_pos_emb_vision, "__kwdefaults__", {"sin": None}
+    "a module around torch": lambda: at(QWEN, "torch", _Around(torch)),
+    "a name over a builtin": lambda: in_place_of(
+        QWEN, "enumerate", lambda _: lambda items: ((0, item) for item in items)
     ),
-    "names in the code of a function": lambda: other_code(modeling().apply_rotary_pos_emb_vision, _absolute()),
-    "the globals of a function": lambda: mock.patch.object(modeling(), "apply_rotary_pos_emb_vision", _other_globals()),
-    "a decorated function that says it is another": lambda: mock.patch.object(
-        modeling().Qwen3VLVisionModel, "forward", _decorated(modeling().Qwen3VLVisionModel.forward)
-    ),
-    "a function of torch that fused code does not name": lambda: mock.patch.object(
-        torch, "repeat_interleave", spoiled(torch.repeat_interleave)
-    ),
-    "a partial function": lambda: mock.patch.object(
-        modeling(), "apply_rotary_pos_emb_vision", functools.partial(_skewed)
-    ),
-    "an object to call": lambda: mock.patch.object(modeling(), "rotate_half", mock.Mock(side_effect=lambda x: -x)),
-    "a wrapper that hides what it wraps": lambda: mock.patch.object(
-        modeling().Qwen3VLVisionMLP, "forward", _hiding(modeling().Qwen3VLVisionMLP.forward)
-    ),
-    "another method of the class": lambda: mock.patch.object(
-        modeling().Qwen3VLVisionRotaryEmbedding,
-        "recomposition_frequencies",
-        lambda self, x: torch.cat([x[:, 0]] * 4, -1),
-    ),
-    "an eager attention": lambda: mock.patch.object(modeling(), "eager_attention_forward", _capped),
-    "a method of tensors": lambda: mock.patch.object(torch.Tensor, "permute", _doubled(torch.Tensor.permute)),
-    "how modules find what is registered": lambda: mock.patch.object(
-        nn.Module, "__getattr__", _doubled(nn.Module.__getattr__)
-    ),
-    "what a decorator wraps": lambda: other_cell(modeling().Qwen3VLVisionModel.forward),
-    "how modules find anything": lambda: mock.patch.object(nn.Linear, "__getattribute__", _doubling_weights),
-    "the order in which blocks run": lambda: mock.patch.object(
-        nn.ModuleList, "__iter__", lambda self: iter([*self._modules.values()][::-1])
-    ),
-    "a property over a module": lambda: mock.patch.object(
-        modeling().Qwen3VLVisionBlock, "norm1", property(lambda self: nn.Identity()), create=True
-    ),
-    "a property over a parameter": lambda: mock.patch.object(
-        nn.LayerNorm, "weight", property(lambda self: self._parameters["weight"] * 2), create=True
-    ),
-    "the registry of attention functions": lambda: mock.patch.object(
-        modeling(), "ALL_ATTENTION_FUNCTIONS", types.SimpleNamespace(get_interface=lambda name, default: _capped)
-    ),
-    "torch's attention": lambda: mock.patch.object(nn.functional, "scaled_dot_product_attention", _flat_attention),
-    "torch's linear": lambda: mock.patch.object(nn.functional, "linear", lambda x, w, b=None: (x @ w.t()) * 2),
-    "the call of every module": lambda: mock.patch.object(nn.Module, "__call__", _calling),
-    "an operator of tensors": lambda: mock.patch.object(torch.Tensor, "__add__", _doubled(torch.add)),
-    "a module in the place of torch's": lambda: mock.patch.object(
-        sys.modules["torch.nn.modules.linear"], "F", types.SimpleNamespace(linear=lambda x, w, b=None: 2 * (x @ w.t()))
-    ),
-    "a module that bears torch's name": lambda: mock.patch.object(
-        sys.modules["torch.nn.modules.linear"], "F", _false_module(nn.functional, linear=lambda x, w, b=None: x @ w.t())
-    ),
-    "a module around torch": lambda: mock.patch.object(modeling(), "torch", _Around(torch)),
-    "a name over a builtin": lambda: mock.patch.object(
-        modeling(), "enumerate", lambda items: ((0, item) for item in items), create=True
-    ),
-    "what our own operations use": lambda: mock.patch.object(torch.Tensor, "__matmul__", _doubled(torch.matmul)),
-    "a function of torch that we use alone": lambda: mock.patch.object(torch, "rsqrt", _doubled(torch.rsqrt)),
-    "the output record": lambda: mock.patch.object(modeling(), "BaseModelOutputWithDeepstackFeatures", _record()),
+    "what our own operations use": lambda: at(torch.Tensor, "__matmul__", _doubled(torch.matmul)),
+    "a function of torch that we use alone": lambda: in_place_of(torch, "rsqrt", _doubled),
+    "the output record": lambda: at(QWEN, "BaseModelOutputWithDeepstackFeatures", _record()),
 }
 
 
@@ -266,13 +240,13 @@ def _doubled(old: Any) -> Any:
 
 def _absolute() -> types.CodeType:
     """The code of the rotary embedding with |x| for the rotated half: the same name, lines and constants."""
-    code = modeling().apply_rotary_pos_emb_vision.__code__
+    code = rotary().__code__
     return code.replace(co_names=tuple("abs" if name == "rotate_half" else name for name in code.co_names))
 
 
 def _other_globals() -> Any:
     """The very code of the rotary embedding, with another function by the name of one that it calls."""
-    real = modeling().apply_rotary_pos_emb_vision
+    real = rotary()
     return types.FunctionType(real.__code__, {**real.__globals__, "rotate_half": torch.abs}, real.__name__)
 
 
@@ -288,12 +262,20 @@ def _decorated(old: Any) -> Any:
 
 
 def _record() -> type:
-    base = modeling().BaseModelOutputWithDeepstackFeatures
+    base = QWEN.BaseModelOutputWithDeepstackFeatures
     return type("BaseModelOutputWithDeepstackFeatures", (base,), {})
 
 
 def _doubling_weights(self: nn.Module, name: str) -> Any:
-    return self._parameters[name] * 2 if name == "weight" else object.__getattribute__(self, name)
+    return _doubled_weight(self) if name == "weight" else object.__getattribute__(self, name)
+
+
+def _doubled_weight(self: nn.Module) -> Any:
+    return self._parameters["weight"] * 2
+
+
+def _four_times(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:, 0]] * 4, -1)
 
 
 def _calling(self: nn.Module, *arguments: Any, **named: Any) -> Any:
@@ -321,9 +303,7 @@ def _flat_attention(q: Any, k: Any, v: Any, **named: Any) -> Any:
 @WHEN
 @pytest.mark.parametrize("name", REPLACEMENTS)
 def test_ways_to_replace_code(name: str, when: str) -> None:
-    if name == "another method of the class" and not hasattr(
-        modeling().Qwen3VLVisionRotaryEmbedding, "recomposition_frequencies"
-    ):
+    if name == "another method of the class" and not hasattr(QWEN.Qwen3VLVisionRotaryEmbedding, RECOMPOSITION):
         pytest.skip("this release of transformers has no such method")
     tower = tiny_tower()
     if "eager" in name:
@@ -456,7 +436,7 @@ def test_a_tower_that_was_built_of_other_classes(name: str) -> None:
     if name == "activation":  # what it holds is a class, what looking it up gives an object of it
         replaced: Any = mock.patch.object(type(ACT2FN), "__getitem__", lambda self, key: _halving(GELUTanh)())
     else:
-        replaced = mock.patch.object(modeling(), name, _halving(getattr(modeling(), name)))
+        replaced = mock.patch.object(QWEN, name, _halving(getattr(QWEN, name)))
     call = Call.of(plain := tiny_tower(), GRIDS["mix"])
     with replaced:
         tower = tiny_tower()
@@ -553,12 +533,13 @@ def test_remote_code_under_a_known_name(name: str) -> None:
     }
 
 
-def test_remote_code_without_a_base_of_transformers() -> None:
+def test_remote_code_without_a_base_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the modeling file under another module name."""
-    real = modeling()
+    real = QWEN
     copied = types.ModuleType("transformers_modules.copied.modeling_qwen3_vl")
     copied.__package__, copied.__file__ = real.__package__, real.__file__
-    with mock.patch.dict(sys.modules, {copied.__name__: copied}), open(real.__file__, encoding="utf-8") as file:
+    monkeypatch.setitem(sys.modules, copied.__name__, copied)
+    with open(real.__file__, encoding="utf-8") as file:
         exec(compile(file.read(), real.__file__, "exec"), vars(copied))
         tower = copied.Qwen3VLVisionModel(tiny_tower().config).eval().requires_grad_(False)
         call = Call.of(tower, GRIDS["mix"])
@@ -580,23 +561,20 @@ def test_nothing_of_transformers_is_foreign(name: str) -> None:
 
 
 def test_a_definition_is_where_the_source_says() -> None:
-    rotary = modeling().apply_rotary_pos_emb_vision
-    assert definition_of(rotary) == (modeling().__name__, "apply_rotary_pos_emb_vision")
+    assert definition_of(rotary()) == (QWEN.__name__, ROTARY)
     assert definition_of(_same_names()) is None
-    assert definition_of(_another_modules()) != definition_of(rotary)
+    assert definition_of(_another_modules()) != definition_of(rotary())
     assert definition_of(torch.cat) is None and definition_of(None) is None
 
 
 def test_functions_added_to_a_class_that_nothing_calls() -> None:
     """Only what runs matters: a patched method of the language model or of saving leaves the tower fused."""
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower(config=STRICT)
     call.run(tower)
     with (
         mock.patch.object(type(tower).__mro__[2], "save_pretrained", lambda self: None),
-        mock.patch.object(modeling().Qwen3VLTextAttention, "forward", lambda self: None),
-        mock.patch.object(modeling(), "apply_rotary_pos_emb", lambda *a: None),
+        mock.patch.object(QWEN.Qwen3VLTextAttention, "forward", lambda self: None),
+        mock.patch.object(QWEN, "apply_rotary_pos_emb", lambda *a: None),
     ):
         call.run(tower)
     assert (handle.stats()["fused"], handle.stats()["refreshes"]) == (2, 1)
@@ -633,35 +611,20 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("used", [False, True], ids=["not called", "called"])
 @pytest.mark.parametrize("name", CALLS)
 def test_what_calling_an_instance_runs(name: str, used: bool, path: str) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original()
     if used:
         call.run(tower)
-    CALLS[name](tower.get_submodule(path))
+    for t in (tower, original):
+        CALLS[name](t.get_submodule(path))
     report = handle.report()
     assert path in report and fallback.FOREIGN_CODE in report, report
-    with contextlib.suppress(Exception):  # the call of another module
-        call.run(tower)
+    assert_alike(outcome(call.run, tower), outcome(call.run, original))
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
-
-
-@pytest.mark.parametrize("name", ["_call_impl", "_compiled_call_impl", "a backend"])
-def test_the_answer_of_another_call(name: str) -> None:
-    tower = tiny_tower()
-    original, call = copy.deepcopy(tower), Call.of(tower, GRIDS["mix"])
-    fusedvit.fuse(tower)
-    call.run(tower)
-    for t in (tower, original):
-        CALLS[name](t.blocks[0].mlp)
-    assert_same(call.run(tower), call.run(original))
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "max-autotune"}, {"disable": True}], ids=str)
 def test_modules_that_torch_compiles_are_fused(options: Any) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(config=STRICT)
     for block in tower.blocks:
         block.compile(**options)
     call.run(tower)
@@ -680,7 +643,7 @@ def test_a_pass_over_the_graph_is_no_option_of_torchs() -> None:
 def test_a_compiled_call_of_a_class(of: str, when: str) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])
-    mlp, owner = modeling().Qwen3VLVisionMLP, getattr(modeling(), of, nn.Module)
+    mlp, owner = QWEN.Qwen3VLVisionMLP, getattr(QWEN, of, nn.Module)
     found = property(lambda self: _called(self) if isinstance(self, mlp) else None)
     replaced = functools.partial(mock.patch.object, owner, "_compiled_call_impl", found, create=True)
     with replaced():
@@ -761,7 +724,7 @@ def other_activation(patch: pytest.MonkeyPatch, tower: Any) -> None:
 
 def other_class(patch: pytest.MonkeyPatch, tower: Any) -> None:
     """Another class of transformers' own in place of the one that a tower is built of."""
-    home = modeling()
+    home = QWEN
     patch.setattr(home, "Qwen3VLVisionMLP", home.Qwen3VLTextMLP)
 
 

@@ -25,10 +25,14 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     error_of,
+    fused_tower,
     fused_when,
+    in_place_of,
     modeling,
     ran_original,
+    reversed_blocks,
     tiny_tower,
+    twisted,
 )
 
 WHEN = pytest.mark.parametrize("when", ["before fuse", "after a call"])
@@ -38,12 +42,6 @@ MINUS = "fusedvit_tests::minus"
 @torch.library.custom_op(MINUS, mutates_args=())
 def _minus(x: torch.Tensor) -> torch.Tensor:
     return -x
-
-
-def twisted(value: Any) -> Any:
-    if type(value) is tuple:
-        return tuple(map(twisted, value))
-    return value * 1.5 if isinstance(value, torch.Tensor) else value
 
 
 class Holding:
@@ -117,10 +115,6 @@ def read_twice(name: str) -> property:
     return property(lambda s: scaled(vars(s)[name] if name in vars(s) else found(s, name)), lambda s, value: None)
 
 
-def reversed_blocks(self: Any) -> Any:
-    return iter([*self._modules.values()][::-1])
-
-
 def imported(module: types.ModuleType) -> types.ModuleType:
     """A module that anybody could import, with the content of `module` but for one function."""
     false = types.ModuleType("of_somebody_else")
@@ -128,11 +122,6 @@ def imported(module: types.ModuleType) -> types.ModuleType:
     false.linear = lambda x, w, b=None: 2 * (x @ w.t())  # type: ignore[attr-defined]
     sys.modules[false.__name__] = false
     return false
-
-
-def in_place_of(owner: Any, name: str, replace: Callable[[Any], Any]) -> Any:
-    """A context in which `owner` has under `name` what `replace` makes of what it had."""
-    return mock.patch.object(owner, name, replace(getattr(owner, name, None)), create=name not in vars(owner))
 
 
 def in_module(name: str, replace: Callable[[Any], Any]) -> Any:
@@ -193,7 +182,8 @@ def test_objects_in_the_place_of_functions(name: str, when: str) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])
     plain, original = call.run(tower), copy.deepcopy(tower)
-    with contextlib.ExitStack() as stack, mock.patch.dict(sys.modules):
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.pop, "of_somebody_else", None)
         handle = fused_when(tower, when, lambda: stack.enter_context(OBJECTS[name]()), call)
         expected = call.run(original)
         assert_bitwise(call.run(tower), expected)
@@ -206,9 +196,7 @@ def test_objects_in_the_place_of_functions(name: str, when: str) -> None:
 @pytest.mark.parametrize("name", ["proxy of forward", "descriptor of an order"])
 def test_what_is_another_object_at_each_read_counts_as_one(name: str) -> None:
     """The first call judges the tower for the next ones, and calls run fused once it is gone."""
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower()
     with OBJECTS[name](), mock.patch.object(checked_tower, "own_code", wraps=checked_tower.own_code) as judged:
         call.run(tower)
         judged.reset_mock()

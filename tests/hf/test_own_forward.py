@@ -14,7 +14,7 @@ from fusedvit.checks import fallback
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.own_forward import bypass
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_bitwise, copy_of, ran_fused, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_bitwise, copy_of, fused_tower, ran_fused, tiny_tower
 
 STRICT = fusedvit.FuseConfig(strict=True)
 Put = Callable[[Any], None]
@@ -134,9 +134,7 @@ def test_put_before_fuse_is_told_of(put: Put, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("put", [*PUTS, wrapper_of_a_hook], ids=lambda put: put.__name__)
 def test_put_after_fuse_runs_fused(put: Put) -> None:
-    tower = bf16_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(bf16_tower(), config=STRICT)
     put(tower)
     assert handle.reason() is None and "runs fused" in repr(handle)
     call.run(tower)

@@ -15,7 +15,7 @@ from fusedvit.errors import UnsupportedModel, attempted
 from fusedvit.pixels import pipeline
 from fusedvit.pixels.byte_processors import classes_of
 from tests.support.processors import image_processor
-from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_same, copy_of, fused_tower, tiny_tower
 
 KEPT = (
     *(source_code._functions, source_code._paths, source_code._header, source_code._text_of),
@@ -53,9 +53,7 @@ def test_sources_are_read_again(number: int) -> None:
 
 def test_a_source_that_is_gone_stays_gone() -> None:
     """It is no lack of the moment, so the tower is not judged again at each call."""
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     try:
         with unreadable(errno.ENOENT):
             call.run(tower)
@@ -68,9 +66,7 @@ def test_a_source_that_is_gone_stays_gone() -> None:
 
 def test_a_hook_whose_source_cannot_be_read_now() -> None:
     """A call finds it as it compares the tower with what it was."""
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     expected = call.run(tower)
     with mock.patch.object(forward_hooks, "_is_idle", side_effect=source_code.UnreadSource("no")):
         hook = tower.blocks[0].register_forward_hook(lambda *given: None)

@@ -23,6 +23,8 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     expected_of,
+    fused_and_original,
+    fused_tower,
     ran_fused,
     tiny_tower,
 )
@@ -81,9 +83,7 @@ def test_one_change_after_a_pause_begins_no_other() -> None:
 
 
 def test_a_change_that_many_threads_meet_is_one() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     call.run(tower)
     for _ in range(3):
         add(tower)
@@ -125,9 +125,7 @@ def assign(tower: Any) -> None:
 
 @pytest.mark.parametrize("write", [add, add_through_data, assign], ids=lambda write: write.__name__)
 def test_weights_written_during_every_run_are_not_prepared_again_and_again(write: Callable[[Any], None]) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     stop = written_during_each_run(handle, tower, write)
     for _ in range(1 + FIRST + 1 + 2 * FIRST):
         found = call.run(tower)
@@ -151,9 +149,7 @@ def test_weights_written_during_every_run_are_not_prepared_again_and_again(write
 
 @pytest.mark.parametrize("act", ["refresh", "warmup", "reconfigure", "release"])
 def test_what_ends_a_pause(act: str) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     stop = written_during_each_run(handle, tower, add)
     call.run(tower)
     stop()
@@ -165,9 +161,7 @@ def test_what_ends_a_pause(act: str) -> None:
 
 
 def test_strict_pauses_for_nothing() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"], config=STRICT)
     stop = written_during_each_run(handle, tower, add)
     with pytest.raises(RuntimeError, match=fallback.CHANGED_DURING_CALL):
         call.run(tower)
@@ -200,10 +194,8 @@ REPLACES = [replace_all, replace_one, load_assigned]
 
 @pytest.mark.parametrize("replace", REPLACES, ids=lambda replace: replace.__name__)
 def test_equal_parameters_at_each_call(replace: Replace, caplog: pytest.LogCaptureFixture) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original()
+    expected = call.run(original)
     for i in range(1 + MOST_REPEATS + FIRST):
         assert_same(call.run(tower), expected)
         assert handle.stats()["fused"] == min(i + 1, 1 + MOST_REPEATS)
@@ -228,9 +220,7 @@ def test_equal_parameters_at_each_call(replace: Replace, caplog: pytest.LogCaptu
 @pytest.mark.parametrize("replace", REPLACES, ids=lambda replace: replace.__name__)
 def test_other_values_between_a_few_calls_run_fused(replace: Replace) -> None:
     """An evaluation after each step of a training."""
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     for i in range(3 * MOST_PREPARING):
         replace(tower)
         tower.merger.linear_fc2.bias.data.add_(0.1 * (i + 1))
@@ -248,9 +238,7 @@ def replace_with_others(tower: Any) -> None:
     "write", [add, add_through_data, assign, replace_with_others], ids=lambda write: write.__name__
 )
 def test_other_values_at_each_call(write: Callable[[Any], None]) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     for _ in range(MOST_PREPARING + FIRST + 2 + FIRST):
         assert_same(call.run(tower), expected_of(tower, call))
         write(tower)
@@ -302,9 +290,7 @@ def test_training_under_a_reentrant_checkpoint() -> None:
 @pytest.mark.parametrize("ask", ["refresh", "outdate", "release"])
 def test_weights_that_somebody_asks_for_are_no_reason(ask: str) -> None:
     """As an engine does that loads weights, and whoever wants the memory between calls."""
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     for _ in range(3 * MOST_PREPARING):
         add(tower)
         getattr(handle.weights if ask == "outdate" else handle, ask)()
@@ -314,9 +300,7 @@ def test_weights_that_somebody_asks_for_are_no_reason(ask: str) -> None:
 
 @pytest.mark.parametrize("write", [add, replace_all], ids=lambda write: write.__name__)
 def test_a_handle_says_that_its_tower_pauses(write: Callable[[Any], None]) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     for _ in range(MOST_PREPARING if write is add else 1 + MOST_REPEATS):
         assert handle.reason() is None and handle.stats()["state"] == "fused"
         call.run(tower)
@@ -343,9 +327,7 @@ def test_a_handle_says_that_its_tower_pauses(write: Callable[[Any], None]) -> No
 
 
 def test_equal_parameters_now_and_then_run_fused() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(grid=GRIDS["smallest"])
     for _ in range(3 * MOST_REPEATS):
         replace_all(tower)
         call.run(tower)

@@ -15,6 +15,7 @@ import torch
 from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels import BytePixels, Limits, MediaError, media, stream, streaming
+from fusedvit.pixels.media import load_one
 from tests.support.processors import image_processor, noise, video_processor
 from tests.support.waiting import until
 
@@ -25,6 +26,10 @@ def png(height: int, width: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(noise(height, width)).save(file, format="PNG")
     return file.getvalue()
+
+
+def both_of(image: Any, video: Any) -> Any:
+    return SimpleNamespace(image_processor=image, video_processor=video)
 
 
 SIZES = [(40, 60), (64, 64), (30, 200), (90, 31), (64, 64), (33, 47), (128, 100)]
@@ -67,12 +72,11 @@ def test_images_of_few_rows(size: tuple[int, int]) -> None:
 def test_videos_of_few_rows(size: tuple[int, int]) -> None:
     pytest.importorskip("torchvision")
     processor = video_processor("Qwen2VLVideoProcessor")
-    both = type("Processor", (), {"image_processor": None, "video_processor": processor})()
     video = noise(4, *size)
     first = np.ascontiguousarray(video.transpose(0, 3, 1, 2))
     given = {"do_sample_frames": False, "input_data_format": "channels_first", "return_tensors": "pt"}
     wanted = processor(videos=[first], **given)
-    (batch,) = stream([video], both, device="cpu")
+    (batch,) = stream([video], both_of(None, processor), device="cpu")
     assert torch.equal(batch.grid_thw, wanted["video_grid_thw"])
     assert torch.equal(batch.pixel_values.pixels(), wanted["pixel_values_videos"])
 
@@ -238,13 +242,13 @@ def test_videos_are_sampled_by_their_processor() -> None:
     pytest.importorskip("torchvision")
     pytest.importorskip("av")
     processor = video_processor()
-    both = type("Processor", (), {"image_processor": image_processor(), "video_processor": processor})()
-    image, video = stream([SAMPLE_IMAGE, SAMPLE_VIDEO], both)
+    image, video = stream([SAMPLE_IMAGE, SAMPLE_VIDEO], both_of(image_processor(), processor))
     assert (image.kind, video.kind) == ("image", "video") and video.names == (SAMPLE_VIDEO.name,)
-    frames = _every_frame()
+    every = load_one(SAMPLE_VIDEO, frames=50)
+    frames, fps = every.frames, every.fps or 0.0
     from transformers.video_utils import VideoMetadata
 
-    metadata = VideoMetadata(total_num_frames=50, fps=_fps(), duration=50 / _fps())
+    metadata = VideoMetadata(total_num_frames=50, fps=fps, duration=50 / fps)
     wanted = processor(videos=[frames], video_metadata=[metadata], return_tensors="pt")
     assert torch.equal(video.grid_thw, wanted["video_grid_thw"])
     if not torch.cuda.is_available():
@@ -257,10 +261,10 @@ def test_times_are_drawn_on_the_frames_that_were_sampled() -> None:
     pytest.importorskip("av")
     font = Path(pytest.importorskip("matplotlib").get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
     processor = video_processor("Ernie4_5_VLMoeVideoProcessor", font=str(font))
-    both = type("Processor", (), {"image_processor": None, "video_processor": processor})()
-    (video,) = stream([SAMPLE_VIDEO], both, device="cpu")
-    metadata = [{"total_num_frames": 50, "fps": _fps()}]
-    wanted = processor(videos=[_every_frame()], video_metadata=metadata, return_tensors="pt")
+    (video,) = stream([SAMPLE_VIDEO], both_of(None, processor), device="cpu")
+    every = load_one(SAMPLE_VIDEO, frames=50)
+    metadata = [{"total_num_frames": 50, "fps": every.fps or 0.0}]
+    wanted = processor(videos=[every.frames], video_metadata=metadata, return_tensors="pt")
     assert torch.equal(video.grid_thw, wanted["video_grid_thw"])
     assert torch.equal(video.pixel_values.pixels(), wanted["pixel_values_videos"])
 
@@ -272,7 +276,7 @@ def test_a_video_that_its_processor_refuses() -> None:
     assert batch.indices == (1,) and [error.index for error in refused] == [0]
     assert "array 0: a video, and no video processor" in str(refused[0])
     pytest.importorskip("torchvision")
-    both = type("Processor", (), {"image_processor": image_processor(), "video_processor": video_processor()})()
+    both = both_of(image_processor(), video_processor())
     sources = [noise(4, 60, 70), noise(1, 60, 70), png(40, 60), noise(4, 2, 900)]
     found = list(stream(sources, both, errors=refused.append))
     assert [batch.indices for batch in found] == [(0,), (2,)] and [error.index for error in refused] == [0, 1, 3]
@@ -308,9 +312,10 @@ def test_what_bytes_cannot_stand_for_stays_floats(setting: dict[str, Any]) -> No
 def test_a_video_that_is_not_resized() -> None:
     pytest.importorskip("torchvision")
     processor = video_processor("Qwen2VLVideoProcessor", do_resize=False)
-    both = type("Processor", (), {"image_processor": None, "video_processor": processor})()
     refused: list[MediaError] = []
-    (batch,) = stream([noise(4, 56, 57), noise(4, 56, 84)], both, device="cpu", errors=refused.append)
+    (batch,) = stream(
+        [noise(4, 56, 57), noise(4, 56, 84)], both_of(None, processor), device="cpu", errors=refused.append
+    )
     assert batch.indices == (1,) and "multiples of 28 pixels expected" in str(refused[0])
 
 
@@ -337,15 +342,3 @@ def test_what_a_processor_refuses_among_others() -> None:
         for batch in stream(sources, Choosy(**settings)):
             found += batch.indices
     assert found == [0, 2]  # a batch is whole
-
-
-def _every_frame() -> np.ndarray:
-    from fusedvit.pixels.media import load_one
-
-    return load_one(SAMPLE_VIDEO, frames=50).frames
-
-
-def _fps() -> float:
-    from fusedvit.pixels.media import load_one
-
-    return load_one(SAMPLE_VIDEO, frames=1).fps or 0.0

@@ -15,7 +15,7 @@ import fusedvit
 from fusedvit.checks import fallback
 from tests.support.graphs_on_cpu import GRID, LIMITS
 from tests.support.places import Places
-from tests.support.towers import Call, assert_same, copy_of, vision_tower
+from tests.support.towers import Call, assert_same, copy_of, fused_tower, vision_tower
 from tests.support.waiting import PATIENCE, until
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
@@ -79,9 +79,7 @@ def test_the_call_answers(what: str, first: bool, answers: Callable[[Callable[[]
 
 
 def test_memory_is_given_back_at_the_end_of_the_call(answers: Callable[[Callable[[], object]], None]) -> None:
-    tower = vision_tower()
-    call = Call.of(tower, GRID)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(vision_tower(), GRID)
     call.run(tower)
     assert handle.stats()["weights_mib"] > 0
     answers(handle.release)
@@ -91,9 +89,7 @@ def test_memory_is_given_back_at_the_end_of_the_call(answers: Callable[[Callable
 
 def test_calls_of_other_threads_give_back_nothing_meanwhile() -> None:
     """What a handler asks for is done at the end of its own thread's call."""
-    tower = vision_tower()
-    call = Call.of(tower, GRID)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call = fused_tower(vision_tower(), GRID)
     call.run(tower)
 
     ensure, asked = handle.prepared.ensure_weights, list[int]()

@@ -26,6 +26,8 @@ from tests.support.towers import (
     assert_same,
     copy_of,
     error_of,
+    fused_and_original,
+    fused_tower,
     prompt,
     ran_fused,
     ran_original,
@@ -427,10 +429,7 @@ def test_training_is_hugging_faces(checkpointing: bool) -> None:
 
 
 def test_pixels_that_want_gradients() -> None:
-    tower = tiny_tower()
-    other = copy_of(tower)
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["images"])
+    tower, handle, call, other = fused_and_original(grid=GRIDS["images"])
     gradients = []
     for module in (tower, other):
         pixels = call.pixels.clone().requires_grad_()
@@ -455,10 +454,7 @@ MODES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("first", MODES)
 def test_one_mode_after_another(first: str, second: str, frozen: bool) -> None:
     """What one mode prepared serves the next; a call that needs gradients takes the original code and has them."""
-    tower = tiny_tower().requires_grad_(not frozen)
-    other = copy_of(tower)
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["images"])
+    tower, handle, call, other = fused_and_original(tiny_tower().requires_grad_(not frozen), GRIDS["images"])
     for mode in (first, second):
         with MODES[mode]():
             ours = tower(call.pixels, grid_thw=call.grid)
@@ -508,8 +504,7 @@ def test_tower_made_in_inference_mode() -> None:
 
 def test_parameters_that_become_inference_tensors() -> None:
     """In place, which no pointer and no version says: what they hold is what it was, until something is written."""
-    tower = tiny_tower()
-    call, handle = Call.of(tower, GRIDS["images"]), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(grid=GRIDS["images"], config=STRICT)
     expected, weight = call.run(tower), tower.blocks[0].mlp.linear_fc1.weight
     with torch.inference_mode():
         weight.data = torch.empty(0).set_(weight.untyped_storage(), 0, weight.shape, weight.stride())

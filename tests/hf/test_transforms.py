@@ -21,6 +21,8 @@ from tests.support.towers import (
     Call,
     assert_same,
     copy_of,
+    fused_and_original,
+    fused_tower,
     outputs_of,
     precomputed,
     ran_fused,
@@ -158,9 +160,7 @@ def attempt(act: Callable[[], Answer]) -> tuple[str, Answer]:
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 def test_transforms(transform: Callable[[Any, Call], Answer], graphs: bool, mode: Any) -> None:
-    tower = tiny_tower()
-    original, call = copy_of(tower), Call.of(tower, SMALL)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original(grid=SMALL)
     handle.refresh()
     with graphs_on_cpu(handle, check_limits((4, 16, 64), 4, 8)) if graphs else contextlib.nullcontext():
         call.run(tower)
@@ -184,9 +184,7 @@ def test_transforms(transform: Callable[[Any, Call], Answer], graphs: bool, mode
 @each_of(INSTALLED)
 @pytest.mark.parametrize("transform", [jvp, dual, gradient_of_parameters, seen], ids=lambda f: f.__name__)
 def test_transforms_of_every_family(transform: Callable[[Any, Call], Answer], name: str) -> None:
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, SMALL)
-    fusedvit.fuse(tower)
+    tower, _, call, original = fused_and_original(family_tower(name), SMALL)
     call.run(tower)
     kind, expected = attempt(lambda: transform(original, call))
     got_kind, got = attempt(lambda: transform(tower, call))
@@ -196,9 +194,7 @@ def test_transforms_of_every_family(transform: Callable[[Any, Call], Answer], na
 
 
 def test_a_reason_names_the_transform() -> None:
-    tower = tiny_tower()
-    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
-    call = Call.of(tower, SMALL)
+    tower, _, call = fused_tower(grid=SMALL, config=fusedvit.FuseConfig(strict=True))
     for transform, name in (
         (jvp, "torch.func"),
         (dual, "forward-mode AD"),
@@ -227,9 +223,8 @@ class ShiftedFunctions(TorchFunctionMode):
 @pytest.mark.parametrize("act", [fusedvit.FusedEncoder.refresh, fusedvit.FusedEncoder.warmup], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("context", [Shifted, ShiftedFunctions, forward_ad.dual_level])
 def test_no_weights_are_prepared_under_a_transform(context: Any, act: Callable[[Any], None], used: bool) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, SMALL)
-    expected, handle = call.run(tower), fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original(grid=SMALL)
+    expected = call.run(original)
     if used:
         call.run(tower)
     with context(), pytest.raises(RuntimeError, match=r"^fusedvit: Qwen3VLVisionModel cannot run fused: transform: "):
@@ -257,9 +252,7 @@ class Twofold(torch.Tensor):
 @pytest.mark.parametrize("argument", ["pixel_values", "grid_thw"])
 @pytest.mark.parametrize("name", BY_GRID[:2])
 def test_inputs_of_a_class_that_sees_operations(name: str, argument: str, cls: type[torch.Tensor]) -> None:
-    tower = family_tower(name)
-    original, call = copy_of(tower), Call.of(tower, SMALL)
-    handle = fusedvit.fuse(tower)
+    tower, handle, call, original = fused_and_original(family_tower(name), SMALL)
     pixels, grid = call.pixels, call.grid
     if argument == "pixel_values":
         pixels = pixels.as_subclass(cls)
@@ -275,8 +268,7 @@ def test_inputs_of_a_class_that_sees_operations(name: str, argument: str, cls: t
 
 
 def test_modes_that_change_no_operation_run_fused() -> None:
-    tower = tiny_tower()
-    handle, call = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True)), Call.of(tower, SMALL)
+    tower, handle, call = fused_tower(grid=SMALL, config=fusedvit.FuseConfig(strict=True))
     for mode in (torch.inference_mode, torch.no_grad, lambda: torch.device("cpu"), contextlib.nullcontext):
         with mode():
             tower(call.pixels, grid_thw=call.grid)

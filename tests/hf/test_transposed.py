@@ -10,7 +10,17 @@ import fusedvit
 from fusedvit.checks import fallback
 from tests.hf.test_weights import like
 from tests.support.families import INSTALLED, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_same, copy_of, ran_fused, ran_original, tiny_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_same,
+    copy_of,
+    expected_of,
+    fused_tower,
+    ran_fused,
+    ran_original,
+    tiny_tower,
+)
 
 STRICT = fusedvit.FuseConfig(strict=True)
 
@@ -57,9 +67,7 @@ def test_every_write_is_noticed(write: str) -> None:
         assert not p.is_contiguous()
         call.run(tower)
         assert handle.stats()["refreshes"] == i + 2, name
-    original = copy_of(tower)
-    fusedvit.unfuse(original)
-    assert_same(call.run(tower), call.run(original))
+    assert_same(call.run(tower), expected_of(tower, call))
     ran_fused(handle, calls=len(turned) + 2)
 
 
@@ -72,9 +80,7 @@ def test_a_matrix_laid_out_by_columns_after_a_call() -> None:
     weight.data = weight.detach().t().contiguous().t()
     assert_same(call.run(tower), before, limit=0)
     weight.data = weight.detach().t().contiguous().view_as(weight)  # square: other content, laid out as at first
-    original = copy_of(tower)
-    fusedvit.unfuse(original)
-    assert_same(call.run(tower), call.run(original))
+    assert_same(call.run(tower), expected_of(tower, call))
     ran_fused(handle, calls=3)
 
 
@@ -117,9 +123,7 @@ def test_oft_that_was_merged() -> None:
 
 @pytest.mark.parametrize("view", ["every other row", "wide rows", "repeated"])
 def test_gaps_run_the_original_code(view: str) -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["images"])
+    tower, handle, call = fused_tower(grid=GRIDS["images"])
     weight = tower.blocks[0].attn.proj.weight
     new = {
         "every other row": weight.detach().repeat_interleave(2, 0)[::2],

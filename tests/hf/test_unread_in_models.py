@@ -13,7 +13,7 @@ import torch
 import fusedvit
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.hidden_states import runs
-from tests.support.towers import GRIDS, Call, error_of, prompt, storages_of, tiny_model, tiny_tower
+from tests.support.towers import GRIDS, Call, error_of, fused_tower, prompt, storages_of, tiny_model
 
 __all__ = ["runs"]  # a fixture
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -131,8 +131,7 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kept", KEPT)
 def test_what_is_read_or_dropped_keeps_no_tower(kept: str, read: bool) -> None:
     """Neither parameters, prepared weights nor pixels, without a collection of cycles; until then it can be read."""
-    tower = tiny_tower()
-    call, handle = Call.of(tower, GRIDS["mix"]), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(config=STRICT)
     found = KEPT[kept](call.record(tower, output_hidden_states=True))
     held = storages_of([*tower.parameters(), *handle.weights.get().copies(), call.pixels])
     gone = weakref.ref(tower)
@@ -152,8 +151,7 @@ def test_what_is_read_or_dropped_keeps_no_tower(kept: str, read: bool) -> None:
 
 @each_of(INSTALLED)
 def test_records_of_a_family_that_are_read_keep_no_tower(name: str) -> None:
-    tower = family_tower(name)
-    call, handle = Call.of(tower, GRIDS["images"]), fusedvit.fuse(tower, STRICT)
+    tower, handle, call = fused_tower(family_tower(name), GRIDS["images"], STRICT)
     record = call.record(tower, output_hidden_states=True)
     held = storages_of([*tower.parameters(), *handle.weights.get().copies(), call.pixels])
     del tower, call
@@ -180,9 +178,7 @@ def test_a_record_that_is_dropped_keeps_no_whole_model(whole: bool) -> None:
 
 
 def test_a_tower_keeps_nothing_of_records_that_are_gone_or_read() -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call = fused_tower(config=STRICT)
     pixels = []
     for read in (False, True):
         given = Call(call.pixels.clone(), call.grid)
@@ -199,9 +195,7 @@ def test_a_tower_keeps_nothing_of_records_that_are_gone_or_read() -> None:
 
 def test_copies_of_a_tower_that_was_asked() -> None:
     """They compute for themselves."""
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call = fused_tower(config=STRICT)
     record = call.record(tower, output_hidden_states=True)
     for other in (copy.deepcopy(tower), copy.copy(tower)):
         asked = call.record(other, output_hidden_states=True)

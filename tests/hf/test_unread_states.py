@@ -21,7 +21,7 @@ import fusedvit
 from fusedvit.outputs.unread import UnreadStates, UnreadTensor
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.hidden_states import runs
-from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, outputs_of, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, fused_and_original, outputs_of, tiny_tower
 
 __all__ = ["runs"]  # a fixture
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -348,9 +348,7 @@ def test_what_is_known_before_they_are_computed(name: str, runs: list[int]) -> N
 
 
 def test_under_autocast_their_dtypes_are_read(runs: list[int]) -> None:
-    tower = tiny_tower().to(torch.bfloat16)
-    original, call = copy_of(tower), Call.of(tower, GRIDS["images"])
-    fusedvit.fuse(tower, STRICT)
+    tower, _, call, original = fused_and_original(tiny_tower().to(torch.bfloat16), GRIDS["images"], STRICT)
     with torch.autocast("cpu", torch.bfloat16):
         ours, ref = (call.record(t, output_hidden_states=True) for t in (tower, original))
     tensors = ours.to_tuple()[-1].tensors()

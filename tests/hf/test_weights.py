@@ -23,6 +23,8 @@ from tests.support.towers import (
     assert_different,
     assert_same,
     copy_of,
+    fused_and_original,
+    fused_tower,
     ran_fused,
     tiny_model,
     tiny_tower,
@@ -163,20 +165,8 @@ def test_answer_after_a_change(change: Callable[[Any], None], used_before: bool)
     stats = handle.stats()
     assert stats["original"] == {}
     assert stats["refreshes"] == 1 + used_before + (change is lora_called_then_merged)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_same_bits_as_a_tower_fused_afterwards(change: Callable[[Any], None]) -> None:
-    """Weights refreshed in place are those that a fresh fuse prepares."""
-    model = tiny_model().requires_grad_(False).model
-    fusedvit.fuse(model)
-    Call.of(model.visual, GRIDS["mix"]).run(model.visual)
-    change(model)
-    call = Call.of(model.visual, GRIDS["mix"])
-    ours = call.run(model.visual)
-    fusedvit.unfuse(model)
-    fusedvit.fuse(model, STRICT)
-    assert_bitwise(call.run(model.visual), ours)
+    fusedvit.fuse(fusedvit.unfuse(model), STRICT)
+    assert_bitwise(call.run(tower), ours)  # weights refreshed in place are those that a fresh fuse prepares
 
 
 ONE_BLOCK = {"depth": 1, "deepstack_visual_indexes": [0]}  # each kind of parameter once
@@ -227,9 +217,7 @@ def test_small_writes(write: Callable[[nn.Parameter, int], None], dtype: torch.d
 
 
 def test_nothing_is_refreshed_without_a_change() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["images"])
+    tower, handle, call = fused_tower(grid=GRIDS["images"], config=STRICT)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             tower(call.pixels, grid_thw=call.grid)
@@ -239,9 +227,7 @@ def test_nothing_is_refreshed_without_a_change() -> None:
 
 
 def test_unwatched_writes_need_refresh() -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False, strict=True))
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower(config=fusedvit.FuseConfig(watch_data=False, strict=True))
     before = call.run(tower)
     for i, p in enumerate(tower.parameters()):
         p.data.copy_(like(p, i))
@@ -257,10 +243,7 @@ def test_unwatched_writes_need_refresh() -> None:
 
 
 def test_unwatched_buffers_have_versions_too() -> None:
-    tower = tiny_tower()
-    original = copy_of(tower)
-    fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
-    call = Call.of(tower, GRIDS["mix"])
+    tower, _, call, original = fused_and_original(config=fusedvit.FuseConfig(watch_data=False))
     before = call.run(tower)
     for here in (tower, original):
         here.rotary_pos_emb.inv_freq.mul_(1.5)
@@ -272,9 +255,7 @@ def test_unwatched_buffers_have_versions_too() -> None:
 @pytest.mark.parametrize("versioned", [True, False], ids=["copy_", "data.copy_"])
 def test_threads_after_a_change(versioned: bool) -> None:
     """Several threads notice a change at once: none of them may answer by what it began with."""
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, handle, call = fused_tower(config=STRICT)
     call.run(tower)
     first = [p.detach().clone() for p in tower.parameters()]
     with ThreadPoolExecutor(4) as pool:
@@ -316,9 +297,7 @@ def test_a_write_while_weights_are_prepared(write: Callable[[Any], None], monkey
 
 
 def test_held_outputs_survive_a_refresh() -> None:
-    tower = tiny_tower()
-    fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["mix"])
+    tower, _, call = fused_tower(config=STRICT)
     held = call.run(tower)
     then = {name: t.clone() for name, t in held.items()}
     copy_under_no_grad(tiny_owner(tower))
@@ -408,9 +387,7 @@ def drop_a_block(tower: Any) -> None:
 @pytest.mark.parametrize("and_then", [None, hook_a_block, drop_a_block])
 def test_moved_weights_are_let_go(and_then: Callable[[Any], None] | None) -> None:
     """Once the tower has run with other parameters, fused or not, nothing keeps the old ones' memory."""
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["images"])
+    tower, handle, call = fused_tower(grid=GRIDS["images"])
     call.run(tower)
     old = [weakref.ref(p) for p in tower.parameters()]
     new_parameters(tiny_owner(tower))

@@ -89,18 +89,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("content, said", BAD.values(), ids=BAD)
-def test_a_malformed_table_is_refused(tmp_path: Path, content: Any, said: str) -> None:
-    path = write(tmp_path, content)
+def test_a_malformed_table_is_refused_and_warned_of_once(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, content: Any, said: str
+) -> None:
+    path = write(folders[0], content)
     with pytest.raises(TableError) as error:
         tuning_table.read(path, "NVIDIA H200")
     assert said in str(error.value) and str(path) in str(error.value)
-
-
-@pytest.mark.parametrize("content, said", BAD.values(), ids=BAD)
-def test_a_malformed_table_is_warned_of_once(
-    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, content: Any, said: str
-) -> None:
-    write(folders[0], content)
     with caplog.at_level(logging.WARNING, "fusedvit"):
         assert tuning_table.table_for(H200) == tuning_table.table_for(H200) == Table()
     (record,) = caplog.records

@@ -13,18 +13,15 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench.towers import random_weights_
 from fusedvit.checks import fallback
 from fusedvit.checks.as_built import Built
-from fusedvit.cli.towers import TINY
 from fusedvit.errors import Reason
 from fusedvit.serving.agreement import FAILED, FUSED, OWN, STALE, Agreement, OutOfStep
 from fusedvit.serving.engine_calls import encoded
 from fusedvit.serving.served import Served, writing, writing_part
 from fusedvit.serving.sharded import ShardedTower, agreed_whole
 from fusedvit.serving.shards import Shard, sharding_of
-
-transformers = pytest.importorskip("transformers")
+from tests.support.towers import vision_tower
 
 RANKS = 4
 GRID = torch.tensor([[1, 8, 8], [9, 4, 6], [1, 4, 20], [3, 8, 4]])
@@ -79,6 +76,12 @@ def on_ranks(run: Callable[[Threads], Any]) -> list[Any]:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return found
+
+
+def assert_rows(found: list[Any], want: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Of every rank."""
+    for rows in found:
+        torch.testing.assert_close(rows, want, rtol=tolerance, atol=tolerance)
 
 
 # weights
@@ -202,25 +205,13 @@ def encode(*given: Any) -> torch.Tensor | Reason:
     return encoded(lambda handle, *rest: handle.answer_or_reason(*rest, {}), *given)
 
 
-def model() -> Any:
-    found = transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel(
-        transformers.models.qwen3_vl.configuration_qwen3_vl.Qwen3VLVisionConfig(**TINY)
-    ).eval()
-    random_weights_(found)
-    return found
-
-
 @pytest.fixture(scope="module")
 def towers() -> Any:
     """(a tower and its handle a rank, the answer of one that nobody shards, pixels)"""
-    alone = model()
-    handles, wholes = [], []
-    for _ in range(RANKS):
-        whole = model()
-        handles.append(fuse(whole))
-        wholes.append(whole)
+    alone, wholes = vision_tower(), [vision_tower() for _ in range(RANKS)]
+    handles = [fuse(whole) for whole in wholes]
     rows = int(GRID.prod(1).sum())
-    pixels = torch.randn(rows, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(rows, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         found = alone(pixels, grid_thw=GRID)
     return alone, wholes, handles, torch.cat([found.pooler_output, *found.deepstack_features], 1), pixels
@@ -274,8 +265,7 @@ def test_a_gather_that_fails_is_not_taken_for_one(towers: Any) -> None:
         with torch.inference_mode():
             return served(pixels, GRID)
 
-    for found in on_ranks(run):
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    assert_rows(on_ranks(run), want)
 
 
 def test_a_rank_that_finds_other_weights_has_all_gather(towers: Any) -> None:
@@ -291,8 +281,7 @@ def test_a_rank_that_finds_other_weights_has_all_gather(towers: Any) -> None:
                 served.stale = "loaded on one rank alone"
             return served(pixels, GRID)
 
-    for found in on_ranks(run):
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    assert_rows(on_ranks(run), want)
 
 
 def test_a_part_of_an_update_that_fails_on_one_rank_waits_for_nobody(towers: Any) -> None:
@@ -312,8 +301,7 @@ def test_a_part_of_an_update_that_fails_on_one_rank_waits_for_nobody(towers: Any
         with torch.inference_mode():
             return sharded(pixels, GRID)
 
-    for found in on_ranks(run):
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    assert_rows(on_ranks(run), want)
 
 
 def test_a_rank_that_fails_before_it_gathers_tells_the_others(towers: Any) -> None:
@@ -331,8 +319,7 @@ def test_a_rank_that_fails_before_it_gathers_tells_the_others(towers: Any) -> No
         with torch.inference_mode():
             return sharded(pixels, GRID)
 
-    for found in on_ranks(run):
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    assert_rows(on_ranks(run), want)
 
 
 # what a handle says, and is asked for
@@ -342,22 +329,19 @@ class Ranks:
     """A tower whose shards are whole on every rank: the ranks' parts, and calls of all at once."""
 
     def __init__(self) -> None:
-        self.alone, wholes = model(), [model() for _ in range(RANKS)]
+        self.alone, wholes = vision_tower(), [vision_tower() for _ in range(RANKS)]
         self.handles = [fuse(whole) for whole in wholes]
         self.encoded = [0] * RANKS
         self.reasons: dict[int, Reason] = {}  # of ranks that cannot run fused
         built, logger = Built.of(self.alone), SimpleNamespace(info=lambda *text: None)
-        self.parts: list[Any] = on_ranks(
-            lambda group: ShardedTower(
-                self.alone,
-                wholes[group.rank],
-                self.handles[group.rank],
-                built,
-                group,
-                self.encode_on(group.rank),
-                logger,
+
+        def part(group: Threads) -> ShardedTower:
+            rank = group.rank
+            return ShardedTower(
+                self.alone, wholes[rank], self.handles[rank], built, group, self.encode_on(rank), logger
             )
-        )
+
+        self.parts: list[Any] = on_ranks(part)
 
     def encode_on(self, rank: int) -> Any:
         def count(*given: Any) -> torch.Tensor | Reason:
@@ -381,9 +365,7 @@ class Ranks:
         return torch.cat([found.pooler_output, *found.deepstack_features], 1)
 
     def check(self, pixels: torch.Tensor, tolerance: float = 1e-4) -> None:
-        want = self.want(pixels)
-        for found in self.call(pixels):
-            torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
+        assert_rows(self.call(pixels), self.want(pixels), tolerance)
 
     def counted(self) -> list[tuple[int, int, dict[str, int]]]:
         """(calls, fused calls, calls of the original code) of each rank."""
@@ -391,7 +373,7 @@ class Ranks:
         return [(each["calls"], each["fused"], each["original"]) for each in stats]
 
 
-PIXELS = torch.randn(int(GRID.prod(1).sum()), 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(1))
+PIXELS = torch.randn(int(GRID.prod(1).sum()), 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("ranks", [(1,), range(RANKS)], ids=["one rank", "all ranks"])

@@ -25,6 +25,10 @@ def tiny_checkpoint(folder: Path, longest: int = 128) -> Path:
     return folder
 
 
+def whole_model(checkpoint: Path) -> Any:
+    return transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the module's own."""

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -43,7 +44,7 @@ _VISION: dict[str, Any] = {
     "num_position_embeddings": 36,
     "deepstack_visual_indexes": [0, 1],
 }
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 40,
     "intermediate_size": 64,
@@ -68,7 +69,7 @@ _LINEAR_ATTENTION: dict[str, Any] = {
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "rope_parameters": _TEXT["rope_parameters"] | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+    "rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _TEXT_OF = {
@@ -86,7 +87,7 @@ def tiny_model(kind: str = "qwen3_vl", seed: int = 0, **vision: Any) -> Any:
     if kind not in DEEPSTACK_KINDS:
         numbers = {key: value for key, value in numbers.items() if key != "deepstack_visual_indexes"}
     config = getattr(transformers, f"{_PREFIX[kind]}Config")(
-        text_config=_TEXT | _TEXT_OF[kind],
+        text_config=TEXT | _TEXT_OF[kind],
         vision_config=numbers,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -175,6 +176,20 @@ class Call:
         return call_tower(tower, self.pixels, self.grid, **arguments)
 
 
+def fused_tower(tower: Any = None, grid: Grid = GRIDS["mix"], config: Any = None) -> tuple[Any, Any, Call]:
+    """`tower`, or a tiny one, fused; its handle; a call of it."""
+    tower = tiny_tower() if tower is None else tower
+    call = Call.of(tower, grid)
+    return tower, fusedvit.fuse(tower, config), call
+
+
+def fused_and_original(tower: Any = None, grid: Grid = GRIDS["mix"], config: Any = None) -> tuple[Any, Any, Call, Any]:
+    """As `fused_tower`, and the tower's copy from before it was fused."""
+    tower = tiny_tower() if tower is None else tower
+    original = copy_of(tower)
+    return *fused_tower(tower, grid, config), original
+
+
 def outputs_of(answer: Any) -> dict[str, torch.Tensor]:
     """Every tensor of a tower's output record, by name; fields of several tensors give one entry each."""
     found: dict[str, torch.Tensor] = {}
@@ -242,6 +257,27 @@ def poison(encoder: Any) -> None:
 def modeling() -> Any:
     """transformers' module of Qwen3-VL."""
     return importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
+
+
+def twisted(value: Any) -> Any:
+    """Other numbers, wherever there are some."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value * 1.5
+    if type(value) is tuple:
+        return tuple(map(twisted, value))
+    if isinstance(value, dict):
+        for name in value:
+            value[name] = twisted(value[name])
+    return value
+
+
+def in_place_of(owner: Any, name: str, replace: Callable[[Any], Any]) -> Any:
+    """A context in which `owner` has under `name` what `replace` makes of what it had."""
+    return mock.patch.object(owner, name, replace(getattr(owner, name, None)), create=name not in vars(owner))
+
+
+def reversed_blocks(self: Any) -> Any:
+    return iter([*self._modules.values()][::-1])
 
 
 def assert_alike(ours: Any, theirs: Any) -> None:
@@ -319,15 +355,18 @@ def precomputed(tower: Any, call: Call) -> dict[str, Any]:
     }
 
 
-def prompt(tower: Any, images: Grid = (), videos: Grid = (), seed: int = 1) -> dict[str, torch.Tensor]:
+def prompt(
+    tower: Any, images: Grid = (), videos: Grid = (), seed: int = 1, by_frame: bool = True
+) -> dict[str, torch.Tensor]:
     """Arguments of `generate` for one sequence: some text, the images, the videos (a placeholder run per frame)."""
     merge = tower.config.spatial_merge_size**2
     tokens = [5, 6]
     for _, h, w in images:
         tokens += [VISION_START, *[IMAGE] * (h * w // merge), VISION_END]
     for t, h, w in videos:
-        for frame in range(t):
-            tokens += [20 + frame, VISION_START, *[VIDEO] * (h * w // merge), VISION_END]
+        runs = t if by_frame else 1
+        for frame in range(runs):
+            tokens += [20 + frame, VISION_START, *[VIDEO] * (t * h * w // merge // runs), VISION_END]
     ids = torch.tensor([[*tokens, 7, 8]])
     made = {
         "input_ids": ids,

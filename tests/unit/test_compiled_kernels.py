@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,29 @@ fill(Path(sys.argv[1]), [compiling] * 2, 2, lambda *told: None)
 
 def found(**other: Any) -> dict[str, Any]:
     return compiled_kernels.manifest("h100", H100, ["Qwen3-VL-8B"], "bf16", 90) | other
+
+
+@pytest.fixture
+def a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of compiled kernels that fits this GPU, and is named."""
+    (tmp_path / "folder" / "kernel").mkdir(parents=True)
+    (tmp_path / "folder" / "kernel" / "launcher.so").write_bytes(b"code")
+    (tmp_path / "folder" / "manifest.json").write_text(json.dumps(found()))
+    monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: H100)
+    monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path / "folder"))
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What `fusedvit compile` says that refuses these arguments."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(app, ["compile", *map(str, arguments)])
+        assert result.exit_code == 2
+        return " ".join(result.output.split())
+
+    return run
 
 
 @pytest.mark.parametrize("where", ["/there", None])
@@ -119,6 +143,7 @@ def test_a_kernel_that_is_damaged_is_left_and_said(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("cache", ["", "file/cache"])
+@pytest.mark.usefixtures("a_kernel")
 def test_where_nothing_takes_files_it_is_said(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,11 +151,6 @@ def test_where_nothing_takes_files_it_is_said(
         raise OSError(28, "No space left on device")
 
     (tmp_path / "file").write_text("no folder")
-    (tmp_path / "folder" / "kernel").mkdir(parents=True)
-    (tmp_path / "folder" / "kernel" / "launcher.so").write_bytes(b"code")
-    (tmp_path / "folder" / "manifest.json").write_text(json.dumps(found()))
-    monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: H100)
-    monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path / "folder"))
     monkeypatch.chdir(tmp_path)
     with triton.knobs.cache.scope(), caplog.at_level(logging.WARNING, "fusedvit"):
         triton.knobs.cache.dir = str(tmp_path / cache) if cache else ""
@@ -143,14 +163,10 @@ def test_where_nothing_takes_files_it_is_said(
     assert len(caplog.records) == 1 and not (tmp_path / "kernel").exists()
 
 
+@pytest.mark.usefixtures("a_kernel")
 def test_a_folder_that_the_system_cannot_read_now_is_taken_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "folder" / "kernel").mkdir(parents=True)
-    (tmp_path / "folder" / "kernel" / "launcher.so").write_bytes(b"code")
-    (tmp_path / "folder" / "manifest.json").write_text(json.dumps(found()))
-    monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: H100)
-    monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path / "folder"))
     with triton.knobs.cache.scope(), caplog.at_level(logging.WARNING, "fusedvit"):
         triton.knobs.cache.dir = str(tmp_path / "cache")
         for place in ("_read", "_to_enter"):
@@ -163,13 +179,9 @@ def test_a_folder_that_the_system_cannot_read_now_is_taken_later(
     assert (tmp_path / "cache" / "kernel" / "launcher.so").read_bytes() == b"code" and not caplog.records
 
 
+@pytest.mark.usefixtures("a_kernel")
 def test_a_folder_is_entered_into_each_cache_that_triton_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's Inductor and vLLM set TRITON_CACHE_DIR when they first compile."""
-    (tmp_path / "folder" / "kernel").mkdir(parents=True)
-    (tmp_path / "folder" / "kernel" / "launcher.so").write_bytes(b"code")
-    (tmp_path / "folder" / "manifest.json").write_text(json.dumps(found()))
-    monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: H100)
-    monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path / "folder"))
     read = mock.Mock(side_effect=compiled_kernels._read)
     monkeypatch.setattr(compiled_kernels, "_read", read)
     for cache in ("cache", "cache", "of a compiler"):
@@ -189,45 +201,31 @@ def test_compiling_ends_with_the_command(tmp_path: Path) -> None:
     until(lambda: not any(map(alive, compiling)))
 
 
-def test_a_folder_serves_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_serves_one_gpu(tmp_path: Path, refused: Callable[..., str]) -> None:
     """Its manifest would name the last one only, and the kernels of the first be used no more."""
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     (tmp_path / "manifest.json").write_text(json.dumps(found()))
-    result = CliRunner().invoke(app, ["compile", "Qwen3-VL-8B", "--gpu", "a100", "--out", str(tmp_path)])
-    assert result.exit_code == 2 and "holds kernels for h100" in result.output
+    assert "holds kernels for h100" in refused("Qwen3-VL-8B", "--gpu", "a100", "--out", tmp_path)
     assert json.loads((tmp_path / "manifest.json").read_text()) == found()
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["Qwen3-VL-8B", "--gpu", "h1000"], "no GPU 'h1000'"),
-        (["Qwen3-VL-8B", "--gpu", "h100", "--dtype", "fp8"], "--dtype"),
-        (["./nowhere", "--gpu", "h100"], "no such folder"),
+        (["Qwen3-VL-8B", "--gpu", "h1000", "--out", "kernels"], "no GPU 'h1000'"),
+        (["Qwen3-VL-8B", "--gpu", "h100", "--out", "kernels", "--dtype", "fp8"], "--dtype"),
+        (["./nowhere", "--gpu", "h100", "--out", "kernels"], "no such folder"),
+        ([".", "--gpu", "h100", "--out", "kernels"], "by zero"),  # of a config that no spec can be made of
+        (["Qwen3-VL-8B", "--gpu", "h100", "--out", "file"], "cannot be made: a folder expected, got a file"),
     ],
 )
 def test_what_the_command_refuses(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], said: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    result = CliRunner().invoke(app, ["compile", *arguments, "--out", str(tmp_path / "kernels")])
-    assert result.exit_code == 2 and said in result.output
-
-
-def test_a_config_that_no_spec_can_be_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     vision = {"hidden_size": 144, "num_heads": 0}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": vision}))
-    arguments = ["--gpu", "h100", "--out", str(tmp_path / "kernels")]
-    result = CliRunner().invoke(app, ["compile", str(tmp_path), *arguments])
-    assert result.exit_code == 2 and "by zero" in result.output
-
-
-def test_a_file_in_place_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["compile", "Qwen3-VL-8B", "--gpu", "h100", "--out", str(tmp_path / "file")])
-    assert result.exit_code == 2 and "cannot be made: a folder expected, got a file" in " ".join(result.output.split())
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(*arguments)
 
 
 def test_every_gpu_has_shared_memory_and_a_name() -> None:

@@ -19,10 +19,6 @@ class Weight(nn.Parameter):
     pass
 
 
-def _retype(p: nn.Parameter) -> None:
-    p.__class__ = Weight  # type: ignore[assignment]
-
-
 def _set(value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Parameter], None]:
     def change(p: nn.Parameter) -> None:
         p.data = value(p.data)
@@ -31,7 +27,7 @@ def _set(value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Paramete
 
 
 CHANGES: dict[str, Callable[[nn.Parameter], None]] = {
-    "class": _retype,
+    "class": lambda p: setattr(p, "__class__", Weight),
     "dtype": _set(torch.Tensor.double),
     "shape": _set(lambda d: d.view(2, 8)),
     "one more dimension": _set(lambda d: d[None]),
@@ -115,57 +111,27 @@ def _halve(x: int, y: int = 2) -> float:
     return x / y
 
 
-def _change_code(f: FunctionType) -> None:
-    f.__code__ = (lambda x, y=2, *, z=3: x).__code__
+BODIES: dict[str, Callable[[Any], object]] = {
+    "code": lambda f: setattr(f, "__code__", (lambda x, y=2, *, z=3: x).__code__),
+    "defaults": lambda f: setattr(f, "__defaults__", (5,)),
+    "keyword defaults": lambda f: setattr(f, "__kwdefaults__", {"z": 5}),
+    "a default of another type": lambda f: setattr(f, "__defaults__", (2.0,)),
+    "a keyword default of another type": lambda f: setattr(f, "__kwdefaults__", {"z": 3.0}),
+    "a keyword default is written": lambda f: f.__kwdefaults__.update(z=5),
+    "a keyword default is dropped": lambda f: f.__kwdefaults__.clear(),
+}
 
 
-def _change_defaults(f: FunctionType) -> None:
-    f.__defaults__ = (5,)
-
-
-def _change_keyword_defaults(f: FunctionType) -> None:
-    f.__kwdefaults__ = {"z": 5}
-
-
-def _default_of_another_type(f: FunctionType) -> None:
-    f.__defaults__ = (2.0,)
-
-
-def _keyword_default_of_another_type(f: FunctionType) -> None:
-    f.__kwdefaults__ = {"z": 3.0}
-
-
-def _write_a_keyword_default(f: FunctionType) -> None:
-    f.__kwdefaults__["z"] = 5  # type: ignore[index]
-
-
-def _drop_a_keyword_default(f: FunctionType) -> None:
-    f.__kwdefaults__.clear()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _change_code,
-        _change_defaults,
-        _change_keyword_defaults,
-        _default_of_another_type,
-        _keyword_default_of_another_type,
-        _write_a_keyword_default,
-        _drop_a_keyword_default,
-    ],
-)
+@pytest.mark.parametrize("change", BODIES)
 @pytest.mark.parametrize("listed", [True, False])
-def test_functions_that_change_in_place(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[FunctionType], None], listed: bool
-) -> None:
+def test_functions_that_change_in_place(monkeypatch: pytest.MonkeyPatch, change: str, listed: bool) -> None:
     function = FunctionType(_double.__code__, globals(), "f", _double.__defaults__)
     function.__kwdefaults__ = dict(_double.__kwdefaults__)
     if not listed:  # an interpreter whose collector does not list them
         monkeypatch.setattr(gc, "get_referents", lambda *functions: [])
     bodies = Bodies((function, _halve))  # type: ignore[arg-type]
     assert bodies.unchanged()
-    change(function)
+    BODIES[change](function)
     assert not bodies.unchanged()
     assert not bodies.unchanged()
 

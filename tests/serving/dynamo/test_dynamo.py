@@ -19,14 +19,14 @@ import pytest
 import torch
 
 pytest.importorskip("dynamo.common.multimodal.image_loader", reason="Dynamo is not installed")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
 from PIL import Image as Pillow  # noqa: E402
 
 from fusedvit.cli.towers import TINY  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
-from tests.support.checkpoint import tiny_checkpoint, tiny_processor  # noqa: E402
+from tests.support.checkpoint import tiny_checkpoint, tiny_processor, whole_model  # noqa: E402
 
 CUSTOM = "dynamo.vllm.multimodal_utils.custom_encoder"
 SIZES = ((64, 96), (160, 64), (96, 96))
@@ -75,15 +75,15 @@ def _url(picture: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _encoded(dynamo: Any, cls: str, checkpoint: Path, requests: list[list[str]]) -> list[list[Any]]:
-    """What Dynamo's driver gives for concurrent requests."""
+def _encoded(dynamo: Any, cls: str, checkpoint: Path, requests: list[list[Any]], errors: bool = False) -> list[Any]:
+    """What Dynamo's driver gives for concurrent requests, or also their `errors`."""
     ours, driver, _ = dynamo
     encoder = driver(getattr(ours, cls)())
     encoder.load(str(checkpoint))
     try:
 
-        async def all_of_them() -> list[list[Any]]:
-            return await asyncio.gather(*(encoder.encode(urls) for urls in requests))
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(*(encoder.encode(urls) for urls in requests), return_exceptions=errors)
 
         return asyncio.run(all_of_them())
     finally:
@@ -92,7 +92,7 @@ def _encoded(dynamo: Any, cls: str, checkpoint: Path, requests: list[list[str]])
 
 def _expected(checkpoint: Path) -> list[torch.Tensor]:
     """Hugging Face's own rows of each picture, with its deepstack features."""
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    model = whole_model(checkpoint)
     rows = []
     for picture in _pictures():
         inputs = tiny_processor(512)(images=[picture], return_tensors="pt")
@@ -124,18 +124,8 @@ def test_rows_for_text_decoders(dynamo: Any, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "file:///etc/hostname", "data:text/plain;base64,AAAA"])
 def test_a_bad_image_fails_its_request_alone(dynamo: Any, checkpoint: Path, url: str) -> None:
-    ours, driver, _ = dynamo
-    encoder = driver(ours.FusedVisionEncoder())
-    encoder.load(str(checkpoint))
-    try:
-
-        async def both() -> list[Any]:
-            good = _url(_pictures()[0])
-            return await asyncio.gather(encoder.encode([good]), encoder.encode([good, url]), return_exceptions=True)
-
-        good, bad = asyncio.run(both())
-    finally:
-        encoder.shutdown()
+    first = _url(_pictures()[0])
+    good, bad = _encoded(dynamo, "FusedVisionEncoder", checkpoint, [[first], [first, url]], errors=True)
     assert len(good) == 1 and isinstance(bad, Exception)
 
 
@@ -146,10 +136,7 @@ def test_a_bad_image_fails_its_request_alone(dynamo: Any, checkpoint: Path, url:
         (np.zeros((2, 64, 96, 3), np.uint8), "got ndarray (2, 64, 96, 3): 2 images"),
         (np.zeros((64, 96), np.uint8), "got ndarray (64, 96)"),
         (np.zeros((0, 96, 3), np.uint8), "got ndarray (0, 96, 3)"),
-        (
-            Pillow.new("RGB", (2000, 4)),
-            "got Image (2000, 4): absolute aspect ratio must be smaller",
-        ),
+        (Pillow.new("RGB", (2000, 4)), "got Image (2000, 4): absolute aspect ratio must be smaller"),
         ([], "got list length 0: need at least one array to concatenate"),
         (None, "got NoneType: only a single or a list"),
     ],
@@ -157,18 +144,7 @@ def test_a_bad_image_fails_its_request_alone(dynamo: Any, checkpoint: Path, url:
 )
 def test_what_is_not_one_image_fails_its_request_alone(dynamo: Any, checkpoint: Path, raw: Any, said: str) -> None:
     """Dynamo compares counts of a shared batch: two images of one item would end other requests."""
-    ours, driver, _ = dynamo
-    encoder = driver(ours.FusedVisionEncoder())
-    encoder.load(str(checkpoint))
-    try:
-
-        async def both() -> list[Any]:
-            good = _pictures()[0]
-            return await asyncio.gather(encoder.encode([good]), encoder.encode([raw]), return_exceptions=True)
-
-        good, bad = asyncio.run(both())
-    finally:
-        encoder.shutdown()
+    good, bad = _encoded(dynamo, "FusedVisionEncoder", checkpoint, [[_pictures()[0]], [raw]], errors=True)
     assert len(good) == 1 and type(bad) is ValueError
     lead = "fusedvit: preprocess: one image expected, a URL, a Pillow image or pixels [H, W, 3], "
     assert str(bad).startswith(lead + said) and "\n" not in str(bad)

@@ -17,6 +17,7 @@ from sglang.srt.layers import layernorm_sp
 from sglang.srt.layers.attention import vision
 from sglang.srt.layers.quantization import unquant
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
 from sglang.srt.models import qwen2_5_vl, qwen3_vl
 from sglang.srt.runtime_context import get_context
@@ -26,18 +27,7 @@ from fusedvit.checks.as_built import Built
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving import sglang as plugin
 from fusedvit.serving.plugin import left_in
-from tests.serving.sglang.support import (
-    GRIDS,
-    MODELS,
-    QWEN25,
-    build,
-    close,
-    embed,
-    loaded,
-    own,
-    pixels_of,
-    tower_of,
-)
+from tests.serving.sglang.support import GRIDS, MODELS, QWEN25, build, close, embed, loaded, own, pixels_of, tower_of
 
 IMAGES = GRIDS["images"]
 
@@ -115,6 +105,9 @@ JUDGED: dict[str, Callable[[], Any]] = {
     "three dimensions": lambda: torch.tensor(IMAGES)[None],
     "strings": lambda: [["1", "8", "8"]],
     "nothing": lambda: None,
+    "no patches, no images": lambda: torch.zeros(0, 3, dtype=torch.int64),
+    "no patches, an image": lambda: torch.tensor([(0, 4, 4)]),
+    "no patches, its grid": lambda: torch.tensor(IMAGES),
 }
 
 
@@ -124,6 +117,7 @@ def test_grids_that_are_sglangs_to_judge(name: str, architecture: str) -> None:
     """What the fused encoder refuses SGLang answers, or refuses in its own way."""
     tower, grid = tower_of(loaded(build(architecture))), JUDGED[name]()
     pixels, forward = pixels_of(tower, IMAGES), type(tower).__mro__[1].forward
+    pixels = pixels[:0] if name.startswith("no patches") else pixels
     got = outcome(lambda: tower(pixels, grid_thw=grid))
     want = outcome(lambda: forward(tower, pixels, grid))
     assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
@@ -149,30 +143,6 @@ def _lora(tower: Any) -> None:
     layer = ColumnParallelLinearWithLoRA.__new__(ColumnParallelLinearWithLoRA)  # its constructor pins memory of a GPU
     BaseLayerWithLoRA.__init__(layer, mlp.linear_fc1, None)
     mlp.linear_fc1 = layer
-
-
-def _quantised(tower: Any) -> None:
-    tower.blocks[0].mlp.linear_fc1.quant_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
-
-
-def _kernel(tower: Any) -> None:
-    tower.patch_embed.proj._forward_method = tower.patch_embed.proj._forward_conv
-
-
-def _number(tower: Any) -> None:
-    tower.blocks[0].norm1.eps = 1e-3
-
-
-def _method(tower: Any) -> None:
-    tower.blocks[0].mlp.forward = tower.blocks[1].mlp.forward
-
-
-def _class(tower: Any) -> None:
-    tower.blocks[0].mlp.act = torch.nn.SiLU()
-
-
-def _parameter(tower: Any) -> None:
-    tower.merger.linear_fc2.weight = torch.nn.Parameter(tower.merger.linear_fc2.weight[:32], requires_grad=False)
 
 
 NUMBERS = {"attn.softmax_scale": 0.5, "attn.qkv_backend.scale": 0.5, "mlp.linear_fc1.skip_bias_add": True}
@@ -202,43 +172,51 @@ def test_a_constructor_that_is_replaced(monkeypatch: pytest.MonkeyPatch, log: py
     assert "runs SGLang's own code" in log.text and "vision.VisionAttention.__init__ is " in log.text
 
 
-PATCHES = (_hook, _lora, _quantised, _kernel, _number, _method, _class, _parameter)
+PATCHES: dict[str, Callable[[Any], object]] = {
+    "hook": _hook,
+    "lora": _lora,
+    "quantised": lambda v: setattr(
+        v.blocks[0].mlp.linear_fc1, "quant_method", Fp8LinearMethod.__new__(Fp8LinearMethod)
+    ),
+    "kernel": lambda v: setattr(v.patch_embed.proj, "_forward_method", v.patch_embed.proj._forward_conv),
+    "number": lambda v: setattr(v.blocks[0].norm1, "eps", 1e-3),
+    "method": lambda v: setattr(v.blocks[0].mlp, "forward", v.blocks[1].mlp.forward),
+    "class": lambda v: setattr(v.blocks[0].mlp, "act", torch.nn.SiLU()),
+    "parameter": lambda v: setattr(
+        v.merger.linear_fc2, "weight", torch.nn.Parameter(v.merger.linear_fc2.weight[:32], requires_grad=False)
+    ),
+}
+LATE: dict[str, Callable[[Any], object]] = PATCHES | {"dtype": lambda v: v.merger.norm.bfloat16()}
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__[1:])
+@pytest.mark.parametrize("patch", PATCHES)
 @pytest.mark.parametrize("late", (False, True), ids=("before", "after"))
-def test_a_changed_tower_runs_its_own_code(
-    patch: Callable[[Any], None], late: bool, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_changed_tower_runs_its_own_code(patch: str, late: bool, log: pytest.LogCaptureFixture) -> None:
     model = build()
     tower = tower_of(model)
     if late:
         loaded(model)
         embed(tower, IMAGES)
-        patch(tower)
+        PATCHES[patch](tower)
         with torch.inference_mode(), contextlib.suppress(Exception):  # SGLang's own error, where it has one
             tower(pixels_of(tower, IMAGES), grid_thw=torch.tensor(IMAGES))
         stats = handle_of(tower).stats()
         assert stats["fused"] == 1 and sum(stats["original"].values()) == 1
     else:
         before = type(tower)
-        patch(tower)
+        PATCHES[patch](tower)
         loaded(model)
         assert type(tower) is before and log.text.count("runs SGLang's own code") == 1
 
 
-def _other_dtype(tower: Any) -> None:
-    tower.merger.norm.bfloat16()
-
-
 @pytest.mark.parametrize("strict", (True, False))
-@pytest.mark.parametrize("patch", (*PATCHES, _other_dtype), ids=lambda patch: patch.__name__[1:])
+@pytest.mark.parametrize("patch", LATE)
 def test_what_is_left_alone_is_refused_or_reported(
-    patch: Callable[[Any], None], strict: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    patch: str, strict: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FUSEDVIT_CONFIG", f'{{"strict": {str(strict).lower()}}}')
     model = build()
-    patch(tower_of(model))
+    LATE[patch](tower_of(model))
     with pytest.raises(RuntimeError, match="^fusedvit: .*cannot run fused: ") if strict else contextlib.nullcontext():
         loaded(model)
     runner = types.SimpleNamespace(model_runner=types.SimpleNamespace(model=model))
@@ -271,29 +249,26 @@ def test_calls_that_fall_back_are_in_sglangs_log(monkeypatch: pytest.MonkeyPatch
     assert len(said) == 1 and "hooks: on blocks.1" in said[0]
 
 
-def test_a_function_that_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = tower_of(loaded(build()))
+def _longer(theirs: Any) -> Any:
+    return lambda self, length: [part * 1.5 for part in theirs(self, length)]
+
+
+REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any], bool]] = {  # and whether the answer is another one
+    "a function": (vision, "apply_rotary_pos_emb", lambda _: lambda q, k, cos, sin: (q, k), True),
+    "a method that the tower's code calls": (RotaryEmbedding, "get_cos_sin", _longer, True),
+    # `layernorm_sp.column_parallel_g_matmul(...)`, in SGLang's linear layers
+    "what code finds in a module": (layernorm_sp, "column_parallel_g_matmul", lambda _: lambda *_: None, False),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_replaced_code_is_called(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, (owner, name, replacement, differs) = tower_of(loaded(build())), REPLACED[what]
     before = embed(tower, IMAGES)
-    monkeypatch.setattr(vision, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
-    assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
-
-
-def test_a_method_that_the_towers_code_calls_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = tower_of(loaded(build()))
-    before, table = embed(tower, IMAGES), type(tower.rotary_pos_emb)
-    theirs = table.get_cos_sin
-    monkeypatch.setattr(table, "get_cos_sin", lambda self, length: [part * 1.5 for part in theirs(self, length)])
-    assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
-    assert "get_cos_sin" in str(handle_of(tower).reason())
-
-
-def test_a_function_that_code_finds_in_a_module_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`layernorm_sp.column_parallel_g_matmul(...)`, in SGLang's linear layers."""
-    tower = tower_of(loaded(build()))
-    embed(tower, IMAGES)
-    monkeypatch.setattr(layernorm_sp, "column_parallel_g_matmul", lambda *_: None)
-    assert close(embed(tower, IMAGES), own(tower, IMAGES)) and handle_of(tower).stats()["fused"] == 1
-    assert "layernorm_sp.column_parallel_g_matmul" in str(handle_of(tower).reason())
+    monkeypatch.setattr(owner, name, replacement(getattr(owner, name)))
+    got = embed(tower, IMAGES)
+    assert close(got, own(tower, IMAGES)) and close(got, before) is not differs
+    assert handle_of(tower).stats()["fused"] == 1 and name in str(handle_of(tower).reason())
 
 
 @pytest.mark.parametrize("name", ("bf16_gemm_dispatch", "fused_inplace_qknorm"))
@@ -325,15 +300,6 @@ def test_a_function_that_is_compiled(how: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(vision, "apply_rotary_pos_emb", decorate(vision.apply_rotary_pos_emb))
     found = str(handle_of(tower).reason())
     assert found == "None" if same else "apply_rotary_pos_emb is wrapped by torch._dynamo." in found
-
-
-@pytest.mark.parametrize("grid", ([], [(0, 4, 4)], IMAGES), ids=str)
-def test_calls_without_patches_are_sglangs_to_judge(grid: Any) -> None:
-    tower = tower_of(loaded(build()))
-    pixels, given = pixels_of(tower, IMAGES)[:0], torch.tensor(grid, dtype=torch.int64).reshape(-1, 3)
-    got = outcome(lambda: tower(pixels, grid_thw=given))
-    assert got == outcome(lambda: type(tower).__mro__[1].forward(tower, pixels, given))
-    assert handle_of(tower).stats()["original"] == {"engine": 1}
 
 
 @pytest.mark.parametrize("release", ("0.5.20", "0.6.0", "1.0rc1"))

@@ -6,22 +6,32 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import multiprocessing
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.model_loader.tensorizer import meta_tensor_mode
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-ROOT = Path(__file__).resolve().parents[3]
+import fusedvit
+from fusedvit.bench.towers import random_weights_
+from fusedvit.checks.as_built import Built
+from fusedvit.runtime.item_shares import in_order, shares_of
+from fusedvit.serving import vllm_worker
+from fusedvit.serving.served import SERVED
+from fusedvit.serving.sharded import ShardedTower
+from tests.serving.vllm import support
+
 PATIENCE, LATE = 4.0, 9.0
-SERVED = "_fusedvit_served"  # the attribute of a tower: the plugin is loaded by vLLM here
 
 
 def load(rank: int, architecture: str = "Qwen3VLForConditionalGeneration") -> tuple[Any, Any]:
     """(config, model); every rank's loader takes its shards of the same random weights."""
-    from tests.serving.vllm import support
-
     config = support.config_of(architecture, tensor_parallel_size=2)
     config, model = support.load(config=config, rank_and_world=(rank, 2))
     fill(model, 1.0)
@@ -29,8 +39,6 @@ def load(rank: int, architecture: str = "Qwen3VLForConditionalGeneration") -> tu
 
 
 def fill(model: Any, scale: float) -> None:
-    from fusedvit.bench.towers import random_weights_
-
     served = vars(model.visual).get(SERVED)
     if served is None:
         return
@@ -44,25 +52,21 @@ def fill(model: Any, scale: float) -> None:
 
 def own(config: Any, model: Any, grid: Any, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """vLLM's own sharded answer."""
-    from tests.serving.vllm.support import embed
-
     tower = model.visual
     cls, tower.__class__ = type(tower), type(tower).__mro__[1]
     try:
-        return embed(config, model, grid, dtype)
+        return support.embed(config, model, grid, dtype)
     finally:
         tower.__class__ = cls
 
 
 def check(config: Any, model: Any) -> None:
-    from tests.serving.vllm.support import GRIDS, embed
-
     before = stats(model)["fused"]
-    for grid in GRIDS.values():
+    for grid in support.GRIDS.values():
         for dtype in (torch.uint8, torch.float32):
-            got, want = embed(config, model, grid, dtype), own(config, model, grid, dtype)
+            got, want = support.embed(config, model, grid, dtype), own(config, model, grid, dtype)
             assert want.norm() > 0 and (got - want).norm() <= 1e-5 * want.norm(), (got - want).norm() / want.norm()
-    assert stats(model)["fused"] - before >= 2 * (len(GRIDS) + 1), "mixed: two calls"
+    assert stats(model)["fused"] - before >= 2 * (len(support.GRIDS) + 1), "mixed: two calls"
 
 
 def stats(model: Any) -> dict[str, Any]:
@@ -71,9 +75,6 @@ def stats(model: Any) -> dict[str, Any]:
 
 def parity(rank: int) -> None:
     """Answers, also after weights changed, and that rows are one GPU's on the same shares."""
-    from fusedvit.runtime.item_shares import in_order, shares_of
-    from tests.serving.vllm import support
-
     for architecture in support.MODELS:
         if "Moe" in architecture or "Gemma" in architecture:
             continue  # the same towers, and one whose weights are whole on every rank
@@ -118,17 +119,14 @@ def raised(run: Callable[[], Any]) -> str:
 def differences(rank: int) -> None:
     """What keeps one rank from running fused keeps both, what one has written to both gather again, and what one alone
     fails at raises on both; afterwards all is well."""
-    from fusedvit.serving.sharded import ShardedTower
-    from tests.serving.vllm.support import GRIDS, embed
-
     config, model = load(rank)
-    grid = GRIDS["mixed"]
+    grid = support.GRIDS["mixed"]
     check(config, model)
     block = model.visual.blocks[1]
-    want, seen = embed(config, model, grid), list[int]()
+    want, seen = support.embed(config, model, grid), list[int]()
     if rank == 1:
         hook = block.mlp.register_forward_hook(lambda *_: seen.append(1))
-    got = embed(config, model, grid)
+    got = support.embed(config, model, grid)
     assert (got - want).norm() <= 1e-5 * want.norm() and bool(seen) is (rank == 1)
     assert stats(model)["details"]["hooks"] == "on rank 1: on blocks.1.mlp"
     if rank == 1:
@@ -136,7 +134,7 @@ def differences(rank: int) -> None:
     check(config, model)
 
     everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *_: None) if rank == 1 else None
-    got = embed(config, model, grid)
+    got = support.embed(config, model, grid)
     assert (got - want).norm() <= 1e-5 * want.norm() and stats(model)["details"]["hooks"] == "on rank 1"
     if everywhere is not None:
         everywhere.remove()
@@ -150,7 +148,7 @@ def differences(rank: int) -> None:
 
     if rank == 0:
         sharded.encode = fails
-    error = raised(lambda: embed(config, model, grid))
+    error = raised(lambda: support.embed(config, model, grid))
     assert "out of memory" in error and (rank == 0 or "rank 0 failed OutOfMemoryError" in error), error
     sharded.encode = encode
     check(config, model)
@@ -164,7 +162,7 @@ def differences(rank: int) -> None:
 
     seen.clear()
     hook = block.mlp.register_forward_hook(lambda *_: seen.append(1))
-    assert embed(config, model, grid).norm() > 0 and seen, "on every rank: vLLM's own code"
+    assert support.embed(config, model, grid).norm() > 0 and seen, "on every rank: vLLM's own code"
     hook.remove()
     check(config, model)
 
@@ -174,27 +172,23 @@ def asked(rank: int) -> None:
 
     The last scenario of a process: casting a tower rounds the rotary table, which vLLM's towers share.
     """
-    import fusedvit
-    from tests.serving.vllm import support
-    from tests.serving.vllm.support import GRIDS, embed
-
     config, model = load(rank)
-    tower, grid, handle = model.visual, GRIDS["images"], fusedvit.fuse(model)
+    tower, grid, handle = model.visual, support.GRIDS["images"], fusedvit.fuse(model)
     if rank == 1:  # from before the first call
         hook = tower.blocks[1].mlp.register_forward_hook(lambda *_: None)
     for _ in range(3):
-        assert embed(config, model, grid).norm() > 0
+        assert support.embed(config, model, grid).norm() > 0
     found = stats(model)
     assert (found["calls"], found["fused"], found["original"]) == (3, 0, {"hooks": 3}), found
     assert handle.tower is tower and (handle.reason() is None) is (rank == 0)
     handle.reconfigure(fusedvit.FuseConfig(strict=rank == 0, watch_data=False))
-    assert "hooks: on rank 1" in raised(lambda: embed(config, model, grid)), "one rank is strict: both raise"
+    assert "hooks: on rank 1" in raised(lambda: support.embed(config, model, grid)), "one rank is strict: both raise"
     if rank == 1:
         hook.remove()
     check(config, model)
 
     def off_by(want: torch.Tensor) -> float:
-        return float((embed(config, model, grid) - want).norm() / want.norm())
+        return float((support.embed(config, model, grid) - want).norm() / want.norm())
 
     for tell in (handle.refresh, handle.release, lambda: rank or handle.refresh()):
         for parameter in tower.parameters():
@@ -205,7 +199,7 @@ def asked(rank: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         tower.to(dtype)
         before, want = stats(model)["fused"], own(config, model, grid)
-        assert off_by(want) <= 0.1 and embed(config, model, grid).dtype == want.dtype == dtype
+        assert off_by(want) <= 0.1 and support.embed(config, model, grid).dtype == want.dtype == dtype
         assert stats(model)["fused"] == before + 2
     with torch.inference_mode(), support.under(config):
         pixels = support.pixels_of(model, grid, torch.float32)
@@ -215,8 +209,6 @@ def asked(rank: int) -> None:
 def judged(rank: int) -> None:
     """Grids that the fused encoder refuses: every rank runs vLLM's code. Arrays run fused; bytes are normalised as the
     tower's buffers say, whichever way they came to hold it."""
-    from tests.serving.vllm import support
-
     config, model = load(rank)
     check(config, model)
     tower, grid = model.visual, support.GRIDS["mixed"]
@@ -247,8 +239,6 @@ def judged(rank: int) -> None:
 
 def delay(rank: int) -> None:
     """A rank that comes too late, to its first call or another: both raise."""
-    from tests.serving.vllm.support import GRIDS, embed
-
     config, model = load(rank)
     sharded = vars(model.visual)[SERVED].sharded
     sharded.patience = PATIENCE
@@ -258,32 +248,27 @@ def delay(rank: int) -> None:
         check(config, model)
     if rank == 1:
         time.sleep(LATE)
-    error = raised(lambda: embed(config, model, GRIDS["mixed"]))
+    error = raised(lambda: support.embed(config, model, support.GRIDS["mixed"]))
     assert f"rank {rank} waited for the other 1" in error, error
     time.sleep(LATE * (1 - rank))  # its process is there still
 
 
 def start(rank: int) -> None:
     """A start without a memory profile gathers and prepares on every rank, and the first call does neither."""
-    from fusedvit.serving import vllm_worker
-    from tests.serving.vllm.support import GRIDS, embed
-
     config, model = load(rank)
-    served, worker = vars(model.visual)[SERVED], SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    served, worker = vars(model.visual)[SERVED], worker_of(model)
     for _ in range(2):
         vllm_worker._initialize(lambda _: None, worker)
         assert served.ready and not served.sharded.stale and stats(model)["refreshes"] == 1
-    embed(config, model, GRIDS["images"])
+    support.embed(config, model, support.GRIDS["images"])
     assert stats(model)["refreshes"] == 1
     check(config, model)
 
 
 def sleep(rank: int) -> None:
     """Shards are gathered as weights are loaded, woken and reloaded: by hooks that every rank passes, before a call."""
-    from fusedvit.serving import vllm_worker
-
     config, model = load(rank)
-    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    worker = worker_of(model)
     served, shards = vars(model.visual)[SERVED], list(model.visual.parameters())
     vllm_worker._profile(lambda runner: None, worker.model_runner)
     assert served.ready and not served.sharded.stale
@@ -307,8 +292,6 @@ def sleep(rank: int) -> None:
 
 def replicated(rank: int) -> None:
     """Gemma 4's weights are whole on every rank, where each runs fused by itself: no rank waits for another."""
-    from tests.serving.vllm import support
-
     architecture = "Gemma4ForConditionalGeneration"
     config = support.config_of(architecture, tensor_parallel_size=2)
     config, model = support.load(architecture, config, (rank, 2))
@@ -323,8 +306,6 @@ def replicated(rank: int) -> None:
 
 
 def forbidden(rank: int) -> None:
-    from tests.serving.vllm import support
-
     config, model = load(rank)
     assert config.compilation_config.cudagraph_mm_encoder and SERVED not in vars(model.visual)
     assert torch.isfinite(support.embed(config, model, support.GRIDS["mixed"])).all()
@@ -342,10 +323,8 @@ def forbidden_here(rank: int) -> None:
 
 def fails_on_one(rank: int) -> None:
     """A reload that fails on one rank: both raise, and the next one is a good one."""
-    from fusedvit.serving import vllm_worker
-
     config, model = load(rank)
-    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    worker = worker_of(model)
     vllm_worker._profile(lambda runner: None, worker.model_runner)
     vllm_worker._sleep(lambda self, level=1: None, worker, level=2)
     content = [p.detach().clone() for p in model.visual.parameters()]
@@ -368,10 +347,8 @@ def fails_on_one(rank: int) -> None:
 
 def part_fails_on_one(rank: int) -> None:
     """A part of an update that fails on one rank waits for nobody: ranks gather at the next call."""
-    from fusedvit.serving import vllm_worker
-
     config, model = load(rank)
-    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    worker = worker_of(model)
     check(config, model)
 
     def receive(worker: Any) -> None:
@@ -390,12 +367,6 @@ def part_fails_on_one(rank: int) -> None:
 
 def without_weights(rank: int) -> None:
     """Load formats that build the model on no device, or under a dispatch mode: the whole copy has memory."""
-    from vllm.model_executor.model_loader.tensorizer import meta_tensor_mode
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    from tests.serving.vllm import support
-
     config, plain = load(rank)
     for modes in (torch.device("meta"), meta_tensor_mode()):
         config.compilation_config.static_forward_context.clear()
@@ -419,14 +390,6 @@ def without_weights(rank: int) -> None:
 
 def in_half(rank: int) -> None:
     """What fp16 cannot hold is judged of gathered weights, not of what a copy holds as it is built."""
-    from unittest.mock import patch
-
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    from fusedvit.bench.towers import random_weights_
-    from fusedvit.serving import vllm_worker
-    from tests.serving.vllm import support
-
     create = UnquantizedLinearMethod.create_weights
 
     def in_used_memory(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -454,10 +417,6 @@ def worker_of(model: Any) -> Any:
 
 def refused_on_one(rank: int) -> None:
     """What keeps one rank from running fused once there are weights keeps both, and a strict rank makes both raise."""
-    from fusedvit.bench.towers import random_weights_
-    from fusedvit.serving import vllm_worker
-    from tests.serving.vllm import support
-
     config = support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2)
     for strict in (False, True):
         config.compilation_config.cudagraph_mm_encoder = True
@@ -480,8 +439,6 @@ def refused_on_one(rank: int) -> None:
 
 def strict_where_forbidden(rank: int) -> None:
     """One rank is strict, the other may not gather: both raise as towers are built."""
-    from tests.serving.vllm import support
-
     os.environ["FUSEDVIT_CONFIG"] = '{"gather_sharded": false}' if rank else '{"strict": true}'
     config = support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2)
     error = raised(lambda: support.build(config, (rank, 2)))
@@ -491,10 +448,6 @@ def strict_where_forbidden(rank: int) -> None:
 
 def not_noted(rank: int) -> None:
     """A tower that cannot be noted as built, with a class that is not vLLM's: both ranks run vLLM's own code."""
-    from unittest.mock import patch
-
-    from fusedvit.checks.as_built import Built
-
     said = lines()
     with patch.object(Built, "of", side_effect=ValueError("merger.norm is of class elsewhere.Norm")):
         forbidden(rank)
@@ -503,10 +456,6 @@ def not_noted(rank: int) -> None:
 
 def not_noted_on_one(rank: int) -> None:
     """Somebody has replaced a constructor on one rank alone: the other one does not wait for it in vain."""
-    from unittest.mock import patch
-
-    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
-
     said, theirs = lines(), MMEncoderAttention.__init__
 
     def other(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -518,9 +467,6 @@ def not_noted_on_one(rank: int) -> None:
 
 
 def rank_of(rank: int, port: int, scenarios: list[str]) -> None:
-    sys.path.insert(0, str(ROOT))
-    from tests.serving.vllm import support
-
     logging.getLogger("vllm").setLevel(logging.INFO)
     with support.under(support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2)):
         support.start(rank, 2, port)
@@ -531,7 +477,4 @@ def rank_of(rank: int, port: int, scenarios: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from tests.serving.vllm.support import free_port
-
-    multiprocessing.spawn(rank_of, (free_port(), sys.argv[1:]), nprocs=2)
+    multiprocessing.spawn(rank_of, (support.free_port(), sys.argv[1:]), nprocs=2)

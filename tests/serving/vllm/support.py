@@ -4,10 +4,12 @@ import functools
 import json
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -20,7 +22,10 @@ from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 
+import fusedvit
 from fusedvit.bench.towers import padded_images, random_weights_
+from fusedvit.checks.change_detection import HANDLE
+from fusedvit.errors import UnsupportedModel
 from fusedvit.serving import vllm_worker
 
 Grid = list[tuple[int, int, int]]
@@ -240,6 +245,32 @@ def embed(config: Any, model: Any, grid: Grid, dtype: torch.dtype = torch.uint8,
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     """Within fp32's rounding of the same function."""
     return bool(got.shape == want.shape and (got - want).norm() <= 3e-5 * want.norm())
+
+
+def outcome(call: Callable[..., Any], *given: Any) -> Any:
+    """What it returns, or the error that it raises."""
+    try:
+        return call(*given)
+    except Exception as error:  # whatever it is: both must raise it
+        return type(error), str(error)
+
+
+def same(got: Any, want: Any) -> bool:
+    """Whether one `outcome` is the other, to the bit."""
+    if isinstance(want, list):
+        return len(got) == len(want) and all(map(same, got, want))
+    return torch.equal(got, want) if isinstance(want, torch.Tensor) else bool(got == want)
+
+
+def left_alone(heard: Callable[..., str], config: Any, part: str = "runs vLLM's own code") -> tuple[Any, str]:
+    """A model that is not fused as it is loaded, which keeps vLLM's graphs and answers; and the line that says so."""
+    config, model = load(config=config)
+    assert HANDLE not in vars(tower_of(model)) and config.compilation_config.cudagraph_mm_encoder
+    assert torch.isfinite(embed(config, model, GRIDS["mixed"])).all()
+    if hasattr(model, "visual"):  # Gemma's is Hugging Face's
+        with pytest.raises(UnsupportedModel):
+            fusedvit.fuse(model)
+    return model, heard(part)
 
 
 class Lora(nn.Module):

@@ -1,13 +1,11 @@
 """Gemma 4 in vLLM, whose model calls parts of Hugging Face's tower: batches of several sizes, and what falls back."""
 
-import logging
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import vllm
 from torch import nn
 from transformers.models.gemma4 import modeling_gemma4
 from vllm.model_executor.models import gemma4_mm
@@ -22,11 +20,11 @@ from tests.serving.vllm.support import (
     Grid,
     Lora,
     Quantized,
-    build,
     config_of,
-    embed,
     load,
+    outcome,
     padded_calls_of,
+    same,
     start,
     under,
 )
@@ -163,13 +161,6 @@ JUDGED: dict[str, Any] = {
 }
 
 
-def outcome(run: Any, *arguments: Any) -> Any:
-    try:
-        return run(*arguments)
-    except Exception as error:  # whatever it is: both must raise it
-        return type(error), str(error)
-
-
 @pytest.mark.parametrize("name", JUDGED)
 def test_calls_that_are_vllms_to_judge(served: Any, name: str) -> None:
     """What the fused encoder refuses vLLM answers, or refuses in its own way."""
@@ -177,10 +168,7 @@ def test_calls_that_are_vllms_to_judge(served: Any, name: str) -> None:
     calls = JUDGED[name](padded_calls_of(model, [(2, 8, 8), (4, 4, 12)], seed=6))
     before = handle.stats()
     got, want = outcome(run, config, model, calls), outcome(own, config, model, calls)
-    if isinstance(want, list):
-        assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    else:
-        assert got == want
+    assert same(got, want)
     after = handle.stats()
     assert after["original"]["engine"] == before["original"].get("engine", 0) + 1
     assert after["calls"] == before["calls"] + 1 and after["fused"] == before["fused"]
@@ -193,7 +181,7 @@ def test_the_towers_own_forward_of_bytes(served: Any) -> None:
     with torch.inference_mode():
         got = outcome(lambda: model.vision_tower(*given).last_hidden_state)
         want = outcome(lambda: modeling_gemma4.Gemma4VisionModel.forward(model.vision_tower, *given).last_hidden_state)
-    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    assert same(got, want)
     assert handle.stats()["calls"] == before + 1
 
 
@@ -226,44 +214,6 @@ def test_what_somebody_changes_is_noticed(served: Any, change: str) -> None:
     assert handle.reason() is None and torch.equal(run(config, model, calls)[0], plain[0])
 
 
-def left_alone(caplog: pytest.LogCaptureFixture, config: Any = None) -> str:
-    """The one line that a load of a model which is not fused gives."""
-    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
-        config, model = load(NAME, config=config)
-    assert HANDLE not in vars(model.vision_tower) and config.compilation_config.cudagraph_mm_encoder
-    assert torch.isfinite(embed(config, model, GRID)).all()
-    return line_of(caplog)
-
-
-def line_of(caplog: pytest.LogCaptureFixture) -> str:
-    (found,) = {r.getMessage() for r in caplog.records if "runs vLLM's own code" in r.getMessage()}
-    return found
-
-
-@pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    return caplog
-
-
-def test_an_unknown_release(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.34.0")
-    line = left_alone(heard)
-    assert NAME in line and "0.34.0" in line
-
-
-def test_lora_of_the_tower(heard: Any) -> None:
-    lora = {"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True}
-    assert "LoRA" in left_alone(heard, config_of(NAME, **lora))
-
-
-def test_a_server_that_takes_no_pictures(heard: Any) -> None:
-    with heard.at_level(logging.INFO, "vllm.fusedvit"):
-        build(config_of(NAME, limit_mm_per_prompt={"image": 0, "video": 0}))
-    line = line_of(heard)
-    assert "Gemma4VisionModel" in line and "no images and no videos are taken" in line
-
-
 def test_a_subclass_is_left_alone() -> None:
     class Other(gemma4_mm.Gemma4ForConditionalGeneration):
         pass
@@ -285,8 +235,8 @@ def test_another_source(method: str, heard: Any, monkeypatch: pytest.MonkeyPatch
     kept = {name: vars(cls)[name].__wrapped__ for name in ("_process_image_input", "_process_video_input", "__init__")}
     theirs = type(NAME, (), kept | {method: other})
     monkeypatch.setitem(sys.modules, gemma4_mm.__name__, SimpleNamespace(__name__=gemma4_mm.__name__, **{NAME: theirs}))
-    with heard.at_level(logging.INFO, "vllm.fusedvit"):
-        plugin.register()
+    plugin.register()
     assert vars(theirs)["__init__"].__wrapped__ is kept["__init__"] and vars(theirs)[method] is other
-    assert method in line_of(heard) and NAME in line_of(heard)
+    line = heard("runs vLLM's own code")
+    assert method in line and NAME in line
     assert not wrong_model(cls)

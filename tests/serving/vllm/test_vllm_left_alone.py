@@ -1,9 +1,9 @@
 """Towers are judged once they have weights; what is left to vLLM's own code keeps its graphs and says why."""
 
 import json
-import logging
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +16,16 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import qwen3_vl
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+import fusedvit
 from fusedvit.bench.towers import random_weights_
 from fusedvit.checks.as_built import Built
+from fusedvit.checks.change_detection import HANDLE
+from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving import vllm as plugin
 from fusedvit.serving import vllm_worker
 from fusedvit.serving.plugin import CONFIG, DISABLE
 from fusedvit.serving.served import SERVED
-from tests.serving.vllm.support import GRIDS, build, config_of, embed, folder_of, load, tower_of, under
+from tests.serving.vllm.support import GRIDS, build, config_of, embed, folder_of, left_alone, load, tower_of, under
 from tests.serving.vllm.test_vllm_processes import run
 
 QWEN, GEMMA = "Qwen3VLForConditionalGeneration", "Gemma4ForConditionalGeneration"
@@ -117,29 +120,26 @@ def test_a_draft_that_is_the_target() -> None:
 # strict
 
 
-def subclass() -> Iterator[None]:
-    class Other(qwen3_vl.Qwen3_VisionTransformer):  # type: ignore[misc]
+def subclass(patch: pytest.MonkeyPatch) -> None:
+    class Mine(qwen3_vl.Qwen3_VisionTransformer):  # type: ignore[misc]
         pass
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen3_vl, "Qwen3_VisionTransformer", Other)
-        yield
+    patch.setattr(qwen3_vl, "Qwen3_VisionTransformer", Mine)
 
 
-def release() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm, "__version__", "0.99.0")
-        yield
-
-
-def late() -> Iterator[None]:
+def late(patch: pytest.MonkeyPatch) -> None:
     """A weight that arrives in another dtype."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_worker, "_judge_loaded", lambda model: judge(cast(model)))
-        yield
+    judge = vllm_worker._judge_loaded
+
+    def of_two_dtypes(model: Any) -> None:
+        norm = model.visual.merger.norm.bfloat16()
+        judge(model)
+        norm.float()
+
+    patch.setattr(vllm_worker, "_judge_loaded", of_two_dtypes)
 
 
-def constructor() -> Iterator[None]:
+def constructor(patch: pytest.MonkeyPatch) -> None:
     """One that leaves other numbers, which vLLM's tower itself has only from there."""
     theirs = MMEncoderAttention.__init__
 
@@ -147,41 +147,86 @@ def constructor() -> Iterator[None]:
         theirs(self, *args, **kwargs)
         self.scale *= 2
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MMEncoderAttention, "__init__", other)
-        yield
+    patch.setattr(MMEncoderAttention, "__init__", other)
 
 
-judge = vllm_worker._judge_loaded
+def invariant(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
 
 
-def cast(model: Any) -> Any:
-    model.visual.merger.norm.bfloat16()
-    return model
+def unforeseen(patch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise KeyError("what nobody foresaw")
+
+    patch.setattr(FusedEncoder, "reason", fail)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Iterator[None]] | None, str]] = {
-    "LoRA": (LORA, None, "LoRA"),
-    "a subclass": ({}, subclass, "subclass"),
-    "a release": ({}, release, "0.99.0"),
-    "a constructor": ({}, constructor, "MMEncoderAttention.__init__"),
-    "found once it has weights": ({}, late, "several dtypes"),
+def other_names(patch: pytest.MonkeyPatch) -> None:
+    """Of what the plugin asks for in a known release, an unknown one may have nothing."""
+    patch.setattr(vllm, "__version__", "0.40.0")
+    patch.delattr(plugin, "_config")
+
+
+def release(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(vllm, "__version__", name)
+
+
+# architecture, options, what is changed, what the line names
+REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None] | None, str]] = {
+    "LoRA": (QWEN, LORA, None, "LoRA"),
+    "LoRA of Gemma": (GEMMA, LORA, None, "LoRA"),
+    "offloaded": (QWEN, {"cpu_offload_gb": 1}, None, "offloaded"),
+    "offloaded in part": (QWEN, {"cpu_offload_gb": 1, "cpu_offload_params": {"attn"}}, None, "offloaded"),
+    "a subclass": (QWEN, {}, subclass, "it is a subclass of Qwen3_VisionTransformer"),
+    "an older release": (QWEN, {}, release("0.25.1"), "0.25.1"),
+    "a newer release": (QWEN, {}, release("0.34.0"), "0.34.0"),
+    "one of another kind": (QWEN, {}, release("1.0.0rc1"), "1.0.0rc1"),
+    "one that is none": (QWEN, {}, release("dev"), "dev"),
+    "one with other names": (QWEN, {}, other_names, "0.40.0"),
+    "a newer release with Gemma": (GEMMA, {}, release("0.34.0"), "0.34.0"),
+    "a constructor": (QWEN, {}, constructor, "MMEncoderAttention.__init__"),
+    "batch invariant": (QWEN, {}, invariant, "VLLM_BATCH_INVARIANT"),
+    "what nobody foresaw": (QWEN, {}, unforeseen, "KeyError: 'what nobody foresaw'"),
+    "found once it has weights": (QWEN, {}, late, "several dtypes"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("strict", [True, False])
-def test_what_is_left_alone(name: str, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, around, part = REFUSED[name]
+def test_what_is_left_alone(name: str, strict: bool, heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, options, change, part = REFUSED[name]
     monkeypatch.setenv(CONFIG, json.dumps({"strict": strict}))
-    config = config_of(QWEN, **options)
-    for _ in around() if around else (None,):
-        if strict:
-            with pytest.raises(RuntimeError, match=f"^fusedvit: .* cannot run fused: .*{part}"):
-                load(config=config)
-        else:
-            (found,) = stats(load(config=config)[1]).values()
-            assert found.keys() == {"state"} and found["state"].startswith("vLLM's own code: ") and part in str(found)
+    config = config_of(architecture, **options)
+    if change:
+        change(monkeypatch)
+    if strict:
+        with pytest.raises(RuntimeError, match=f"^fusedvit: .* cannot run fused: .*{part}"):
+            load(config=config)
+    else:
+        model, line = left_alone(heard, config)
+        (found,) = stats(model).values()
+        assert found.keys() == {"state"} and found["state"].startswith("vLLM's own code: ") and part in found["state"]
+        assert part in line and (GEMMA if architecture == GEMMA else type(tower_of(model)).__name__) in line
+
+
+def test_names_that_a_release_has_not() -> None:
+    for name in (vllm_worker.WORKER, *vllm_worker.RUNNERS):
+        plugin._PATCHES[name](ModuleType(name))
+
+
+@pytest.mark.parametrize("architecture", [QWEN, GEMMA])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpu_offload_gb": 1, "cpu_offload_params": {"experts"}},
+        {"enable_lora": True, "max_lora_rank": 8},  # of the language model alone
+        {"runner": "pooling", "convert": "embed"},  # by subclasses that leave the tower alone
+        {"runner": "pooling", "convert": "classify"},
+    ],
+    ids=str,
+)
+def test_options_that_leave_the_tower_as_it_is(architecture: str, options: dict[str, Any]) -> None:
+    assert fusedvit.fuse(load(config=config_of(architecture, **options))[1]).reason() is None
 
 
 NUMBERS: dict[str, tuple[str, str, Any]] = {  # architecture, path of a module and its attribute, value
@@ -212,14 +257,17 @@ def test_numbers_that_a_tower_was_built_with(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("architecture", [QWEN, GEMMA])
-def test_a_strict_server_that_encodes_nothing_starts(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strict_server_that_encodes_nothing_starts(
+    architecture: str, heard: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(CONFIG, '{"strict": true}')
     assert "no images and no videos" in str(stats(build(config_of(architecture, **NO_PICTURES, **LORA))))
-    monkeypatch.setattr(plugin, "_encodes", lambda: False)
-    assert "this pipeline stage" in str(stats(load(architecture, config_of(architecture))[1]))
+    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: SimpleNamespace(is_first_rank=False))
+    model, _ = left_alone(heard, config_of(architecture), "this pipeline stage")
+    assert "this pipeline stage" in str(stats(model))
 
 
-def test_a_strict_server_with_another_class() -> None:
+def test_another_class(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Tower(nn.Module):
         def __init__(self, vision_config: Any) -> None:
             super().__init__()
@@ -227,12 +275,16 @@ def test_a_strict_server_with_another_class() -> None:
         def forward(self, pixels: torch.Tensor) -> torch.Tensor:
             return pixels
 
-    plugin._patch_towers(SimpleNamespace(__name__=qwen3_vl.__name__, Qwen3_VisionTransformer=Tower))  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
+    module = SimpleNamespace(__name__=qwen3_vl.__name__, Qwen3_VisionTransformer=Tower)
+    monkeypatch.setitem(sys.modules, qwen3_vl.__name__, module)
+    plugin.register()
+    assert "pixels" in heard("runs vLLM's own code")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="cannot run fused: its forward takes"):
         patch.setenv(CONFIG, '{"strict": true}')
-        with pytest.raises(RuntimeError, match="cannot run fused: its forward takes"):
-            Tower(None)
-    assert "its forward takes" in stats(Tower(None))[""]["state"]
+        Tower(None)
+    tower = Tower(None)
+    assert type(tower) is Tower and HANDLE not in vars(tower)
+    assert "its forward takes" in stats(tower)[""]["state"]
 
 
 def test_a_process_that_was_switched_off_between_two_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,19 +300,11 @@ def test_a_process_that_was_switched_off_between_two_models(monkeypatch: pytest.
 # where it says so
 
 
-def test_calls_that_fall_back_are_in_vllms_log() -> None:
+def test_calls_that_fall_back_are_in_vllms_log(heard: Any) -> None:
     config, model = load()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm").addHandler(handler)
-    try:
-        hook = model.visual.blocks[1].register_forward_hook(lambda *_: None)
-        embed(config, model, GRID)
-        hook.remove()
-    finally:
-        logging.getLogger("vllm").removeHandler(handler)
-    assert len(said) == 1 and "hooks: on blocks.1" in said[0]
+    model.visual.blocks[1].register_forward_hook(lambda *_: None)
+    embed(config, model, GRID)
+    assert "hooks: on blocks.1" in heard()
 
 
 LOGGERS = """

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -32,21 +31,11 @@ from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm as plugin
 from fusedvit.serving import vllm_worker
 from fusedvit.serving.plugin import CONFIG
-from tests.serving.vllm.support import (
-    GRIDS,
-    Lora,
-    Quantized,
-    close,
-    config_of,
-    embed,
-    load,
-    pixels_of,
-    tower_of,
-    under,
-)
+from tests.serving.vllm.support import GRIDS, Lora, Quantized, close, config_of, embed, load, pixels_of, tower_of, under
 
 GRID = GRIDS["mixed"]
 QWEN, GEMMA = "Qwen3VLForConditionalGeneration", "Gemma4ForConditionalGeneration"
+RECOMPUTED, SDPA = "maybe_recompute_cu_seqlens", "scaled_dot_product_attention"
 every_kind = pytest.mark.parametrize("served", [QWEN, GEMMA], indirect=True)
 
 
@@ -279,12 +268,9 @@ def test_sleep_and_wake(served: Any, own: Any, asleep: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("architecture, family", [(QWEN, "Qwen3-VL"), (GEMMA, "Gemma 4")])
-def test_the_profile_run_prepares_first(
-    architecture: str, family: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_profile_run_prepares_first(architecture: str, family: str, heard: Callable[..., str]) -> None:
     config, model = load(architecture)
     handle, seen = fusedvit.fuse(model), []
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
     runner.model = model
     runner.supports_mm_inputs = False
@@ -295,12 +281,12 @@ def test_the_profile_run_prepares_first(
         raise InterruptedError
 
     runner.max_num_tokens, runner._dummy_run = 1, stop
-    with caplog.at_level(logging.INFO, "vllm.fusedvit"), pytest.raises(InterruptedError):
+    with pytest.raises(InterruptedError):
         runner.profile_run()
     assert seen and seen[0] > 0, "memory is taken before the run that is measured"
-    line = the_line(caplog, "runs fused")
+    line = heard("runs fused")
     assert f"({family})" in line and "MiB" in line
-    assert "must leave room" in the_line(caplog, "size of the KV cache is given"), "vLLM measures nothing then"
+    assert "must leave room" in heard("size of the KV cache is given"), "vLLM measures nothing then"
 
 
 @pytest.mark.parametrize("wrapper", [CUDAGraphWrapper, BreakableCUDAGraphWrapper, UBatchWrapper])
@@ -321,17 +307,15 @@ def test_a_model_that_vllm_captures_is_found(served: Any, asleep: list[Any], wra
 
 
 @every_kind
-def test_stats_of_a_worker(served: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_of_a_worker(served: Any, heard: Callable[..., str]) -> None:
     _, model, handle = served
     worker = worker_of(model)
     (path,) = (name for name, module in model.named_modules() if module is tower_of(model))
     assert worker.fusedvit_stats() == {path: handle.stats()}
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     worker.profiler, worker.weight_transfer_engine = None, None
     worker.elastic_ep_executor = SimpleNamespace(shutdown=lambda: None)
-    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
-        worker.shutdown()
-    assert any(f"{path}: {{'calls':" in r.getMessage() for r in caplog.records)
+    worker.shutdown()
+    assert heard(f"{path}: {{'calls':")
 
 
 # what falls back
@@ -339,6 +323,10 @@ def test_stats_of_a_worker(served: Any, caplog: pytest.LogCaptureFixture, monkey
 
 def _wrap_lora(visual: Any) -> tuple[Any, str, Any]:
     return visual.blocks[1].attn, "proj", Lora(visual.blocks[1].attn.proj)
+
+
+def _attention(visual: Any, block: int) -> Any:
+    return visual.blocks[block].attn.attn
 
 
 CHANGES: dict[str, Any] = {
@@ -349,6 +337,7 @@ CHANGES: dict[str, Any] = {
     "another epsilon": lambda v: (v.blocks[0].norm1, "eps", 1e-2),
     "another activation": lambda v: (v.blocks[0].mlp, "act_fn", nn.ReLU()),
     "another method": lambda v: (v.blocks[0].attn.attn, "_forward_method", v.blocks[0].attn.attn._forward_sdpa),
+    "another module's method": lambda v: (_attention(v, 0), "_forward_method", _attention(v, 1)._forward_method),
     "another merger": lambda v: (v, "merger", v.deepstack_merger_list[0]),
     "a block less": lambda v: (v, "blocks", v.blocks[:2]),
     "sharded": lambda v: (v.blocks[0].attn.qkv, "tp_size", 2),
@@ -367,6 +356,7 @@ def test_what_somebody_changes_is_noticed(served: Any, own: Any, change: str) ->
     try:
         reason = handle.reason()
         assert reason is not None and reason.detail, change
+        assert change != "another module's method" or "another object" in str(reason)
         try:
             got = embed(config, model, GRID)
         except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError):
@@ -379,14 +369,55 @@ def test_what_somebody_changes_is_noticed(served: Any, own: Any, change: str) ->
     assert handle.reason() is None and close(embed(config, model, GRID), own())
 
 
-REPLACED = {
-    "a forward": (qwen3_vl.Qwen3_VisionBlock, "forward"),
-    "a method of the tower": (qwen3_vl.Qwen3_VisionTransformer, "rot_pos_emb"),
-    "a function of its module": (qwen3_vl, "pos_embed_interpolate_native"),
-    "attention on this platform": (MMEncoderAttention, "_forward_sdpa"),
-    "what a linear layer runs": (UnquantizedLinearMethod, "apply"),
-    "a method of a module that the tower's code calls": (RotaryEmbeddingBase, "get_cos_sin"),
-    "a method of a class that the tower's code calls": (MMEncoderAttention, "maybe_recompute_cu_seqlens"),
+def scaled(theirs: Any) -> Any:
+    def other(*args: Any, **kwargs: Any) -> Any:
+        found = theirs(*args, **kwargs)
+        return tuple(part * 1.5 for part in found) if isinstance(found, tuple) else found * 1.5
+
+    return other
+
+
+def derived(theirs: Any) -> Any:
+    """Under the name by which the tower's module imports it; the tower's modules keep their class."""
+    return type("Mine", (theirs,), {"maybe_recompute_cu_seqlens": whole(theirs.maybe_recompute_cu_seqlens)})
+
+
+def whole(theirs: Any) -> Any:
+    """Of the sums of lengths only the ends."""
+    return staticmethod(lambda *args, **kwargs: theirs(*args, **kwargs)[[0, -1]])
+
+
+def but_for(function: str) -> Callable[[Any], Any]:
+    """Another module, with the same content but for one function."""
+
+    def make(theirs: Any) -> Any:
+        other = sys.modules["other"] = ModuleType("other")
+        vars(other).update({key: value for key, value in vars(theirs).items() if not key.startswith("__")})
+        setattr(other, function, scaled(getattr(theirs, function)))
+        return other
+
+    return make
+
+
+@contextlib.contextmanager
+def _low_precision() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any], str]] = {  # and what the reason names
+    "a forward": (qwen3_vl.Qwen3_VisionBlock, "forward", scaled, "forward"),
+    # Python's wrapper around a function is the engine's own only where the engine's source applies it.
+    "a context": (qwen3_vl.Qwen3_VisionMLP, "forward", lambda f: _low_precision()(f), "Qwen3_VisionMLP.forward"),
+    "a method of the tower": (qwen3_vl.Qwen3_VisionTransformer, "rot_pos_emb", scaled, "rot_pos_emb"),
+    "a function of its module": (qwen3_vl, "pos_embed_interpolate_native", scaled, "pos_embed_interpolate_native"),
+    "attention on this platform": (MMEncoderAttention, "_forward_sdpa", scaled, "_forward_sdpa"),
+    "what a linear layer runs": (UnquantizedLinearMethod, "apply", scaled, "apply"),
+    "a method of a module that the tower's code calls": (RotaryEmbeddingBase, "get_cos_sin", scaled, "get_cos_sin"),
+    "a method of a class that the tower's code calls": (MMEncoderAttention, RECOMPUTED, whole, RECOMPUTED),
+    "a class by one derived from it": (qwen3_vl, "MMEncoderAttention", derived, "qwen3_vl.MMEncoderAttention is "),
+    "a module": (vit_attn_wrappers, "F", but_for(SDPA), "vit_attn_wrappers.F is module other"),
+    "a package": (vit_attn_wrappers, "einops", but_for("rearrange"), "vit_attn_wrappers.einops is module other"),
 }
 
 
@@ -394,65 +425,12 @@ REPLACED = {
 def test_replaced_code_is_noticed(served: Any, own: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, model, handle = served
     embed(config, model, GRID)
-    owner, name = REPLACED[what]
-    theirs, before = getattr(owner, name), fused_calls(handle)
-
-    def other(*args: Any, **kwargs: Any) -> Any:
-        found = theirs(*args, **kwargs)
-        if name == "maybe_recompute_cu_seqlens":
-            return found[[0, -1]]
-        return tuple(part * 1.5 for part in found) if isinstance(found, tuple) else found * 1.5
-
-    of_class = isinstance(vars(owner)[name], classmethod)
-    monkeypatch.setattr(owner, name, staticmethod(other) if of_class else other)
-    assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
-    assert handle.reason() is not None and name in str(handle.reason())
-
-
-def test_a_class_that_is_replaced_by_one_derived_from_it(
-    served: Any, own: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under the name by which the tower's module imports it; the tower's modules keep their class."""
-    config, model, handle = served
-    embed(config, model, GRID)
+    owner, name, replacement, said = REPLACED[what]
     before = fused_calls(handle)
-
-    class Mine(MMEncoderAttention):  # type: ignore[misc]
-        @classmethod
-        def maybe_recompute_cu_seqlens(cls, *args: Any, **kwargs: Any) -> Any:
-            return super().maybe_recompute_cu_seqlens(*args, **kwargs)[[0, -1]]
-
-    monkeypatch.setattr(qwen3_vl, "MMEncoderAttention", Mine)
+    monkeypatch.setitem(sys.modules, "other", ModuleType("other"))  # gone afterwards
+    monkeypatch.setattr(owner, name, replacement(getattr(owner, name)))
     assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
-    assert "qwen3_vl.MMEncoderAttention is " in str(handle.reason())
-
-
-@pytest.mark.parametrize("name, function", [("F", "scaled_dot_product_attention"), ("einops", "rearrange")])
-def test_a_module_that_is_replaced_by_another(
-    served: Any, own: Any, name: str, function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, model, handle = served
-    embed(config, model, GRID)
-    theirs, before = getattr(vit_attn_wrappers, name), fused_calls(handle)
-    other = ModuleType("other")
-    vars(other).update({key: value for key, value in vars(theirs).items() if not key.startswith("__")})
-    setattr(other, function, lambda *args, **kwargs: getattr(theirs, function)(*args, **kwargs) * 1.5)
-    monkeypatch.setitem(sys.modules, "other", other)
-    monkeypatch.setattr(vit_attn_wrappers, name, other)
-    assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
-    assert f"vit_attn_wrappers.{name} is module other" in str(handle.reason())
-
-
-def test_normalisation_that_changes(served: Any, own: Any) -> None:
-    config, model, _ = served
-    norm = model.visual.input_norm
-    kept = norm.weight.clone()
-    norm.weight.mul_(0.5)
-    try:
-        assert close(embed(config, model, GRID), own())
-    finally:
-        norm.weight.copy_(kept)
-    assert close(embed(config, model, GRID), own())
+    assert said in str(handle.reason())
 
 
 def _in_inference_mode(norm: Any) -> None:
@@ -467,6 +445,7 @@ NORMALISATIONS: dict[str, Callable[[Any], Any]] = {
     "rounded": lambda n: n.to(torch.bfloat16).to(torch.float32),
     "in bf16": lambda n: n.to(torch.bfloat16),
     "nothing is left of bytes": lambda n: n.weight.data.zero_(),
+    "halved": lambda n: n.weight.mul_(0.5),
     "negated": lambda n: n.weight.mul_(-1),
 }
 
@@ -549,182 +528,49 @@ def test_a_model_that_is_loaded_in_inference_mode() -> None:
     assert fused_calls(handle) and not original(handle)
 
 
-# what is left alone as it is loaded
-
-
-def the_line(caplog: pytest.LogCaptureFixture, part: str) -> str:
-    """The one record with `part` in it; pytest may list a record twice."""
-    found = {id(r): r.getMessage() for r in caplog.records if part in r.getMessage()}
-    assert len(found) == 1, found
-    return next(iter(found.values()))
-
-
-def line_of(caplog: pytest.LogCaptureFixture) -> str:
-    return the_line(caplog, "runs vLLM's own code")
-
-
-def left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, config: Any = None) -> str:
-    """The one line that a load of a model which is not fused gives."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
-        config, model = load(config=config)
-    assert config.compilation_config.cudagraph_mm_encoder
-    assert torch.isfinite(embed(config, model, GRID)).all()
-    with pytest.raises(UnsupportedModel):
-        fusedvit.fuse(model)
-    return line_of(caplog)
-
-
-@pytest.mark.parametrize("release", ["0.25.1", "0.34.0", "1.0.0rc1", "dev"])
-def test_an_unknown_release(release: str, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", release)
-    assert release in left_alone(caplog, monkeypatch)
-
-
-def test_a_release_that_has_other_names(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what the plugin asks for in a known one, an unknown one may have nothing."""
-    monkeypatch.setattr(vllm, "__version__", "0.40.0")
-    monkeypatch.delattr(plugin, "_config")
-    assert "0.40.0" in left_alone(caplog, monkeypatch)
-    for name in (vllm_worker.WORKER, *vllm_worker.RUNNERS):
-        plugin._PATCHES[name](ModuleType(name))
-
-
-def test_batch_invariant_mode(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
-    assert "VLLM_BATCH_INVARIANT" in left_alone(caplog, monkeypatch)
-
-
-def test_vllm_starts_whatever_happens(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any) -> None:
-        raise KeyError("what nobody foresaw")
-
-    monkeypatch.setattr(FusedEncoder, "reason", fail)
-    assert "KeyError: 'what nobody foresaw'" in left_alone(caplog, monkeypatch)
-
-
-def test_lora_of_the_tower(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lora = {"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True}
-    config = config_of("Qwen3VLForConditionalGeneration", **lora)
-    assert "LoRA" in left_alone(caplog, monkeypatch, config)
-
-
-@pytest.mark.parametrize("parts, alone", [((), True), (("attn",), True), (("experts",), False)])
-def test_offloaded_weights(parts: Any, alone: bool, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(QWEN, cpu_offload_gb=1, cpu_offload_params=set(parts))
-    if alone:
-        assert "offloaded" in left_alone(caplog, monkeypatch, config)
-    else:
-        assert fusedvit.fuse(load(config=config)[1]).reason() is None
-
-
-def test_a_stage_that_encodes_nothing(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: SimpleNamespace(is_first_rank=False))
-    assert "pipeline stage" in left_alone(caplog, monkeypatch)
-
-
-def test_a_subclass(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(qwen3_vl.Qwen3_VisionTransformer):  # type: ignore[misc]
-        pass
-
-    monkeypatch.setattr(qwen3_vl, "Qwen3_VisionTransformer", Mine)
-    line = left_alone(caplog, monkeypatch)
-    assert "Mine" in line and "subclass of Qwen3_VisionTransformer" in line
-
-
-@pytest.mark.parametrize("architecture", [QWEN, GEMMA])
-@pytest.mark.parametrize("convert", ["embed", "classify"])
-def test_pooling_models(architecture: str, convert: str) -> None:
-    """vLLM makes them of the others, by subclasses that leave the tower alone."""
-    _, model = load(architecture, config_of(architecture, runner="pooling", convert=convert))
-    assert fusedvit.fuse(model).reason() is None
-
-
-def test_lora_of_the_language_model_alone() -> None:
-    config = config_of("Qwen3VLForConditionalGeneration", enable_lora=True, max_lora_rank=8)
-    assert fusedvit.fuse(load(config=config)[1]).reason() is None
-
-
-def test_an_unknown_signature(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tower(nn.Module):
-        def __init__(self, vision_config: Any) -> None:
-            super().__init__()
-
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            return pixels
-
-    module = SimpleNamespace(__name__=qwen3_vl.__name__, Qwen3_VisionTransformer=Tower)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    monkeypatch.setitem(__import__("sys").modules, qwen3_vl.__name__, module)
-    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
-        plugin.register()
-    assert "pixels" in line_of(caplog)
-    tower = Tower(None)
-    assert type(tower) is Tower and "_fusedvit" not in vars(tower)
-    assert "pixels" in vllm_worker.stats(worker_of(tower))[""]["state"]
-
-
 # options
-
-
-def test_limits_are_vllms(served: Any) -> None:
-    config, _, handle = served
-    assert tuple(handle.config.token_budgets) == (config.scheduler_config.max_num_encoder_input_tokens,)
-    asked = config_of(
-        "Qwen3VLForConditionalGeneration",
-        compilation_config={
-            "cudagraph_mm_encoder": True,
-            "encoder_cudagraph_token_budgets": [512, 128],
-            "encoder_cudagraph_max_vision_items_per_batch": 4,
-            "encoder_cudagraph_max_frames_per_batch": 32,
-        },
-    )
-    found = fusedvit.fuse(load(config=asked)[1]).config
-    assert (*found.token_budgets,) == (128, 512) and (found.max_items, found.max_frames) == (4, 32)
-    many = config_of("Qwen3VLForConditionalGeneration", max_num_batched_tokens=1 << 17)
-    found = fusedvit.fuse(load(config=many)[1]).config
-    assert (*found.token_budgets,) == (LARGEST_BUDGET,), "buffers take as much as by default, not the KV cache's room"
-
-
-@pytest.mark.parametrize(
-    "theirs, limits",
-    [
-        (dict(encoder_cudagraph_max_vision_items_per_batch=8, encoder_cudagraph_max_frames_per_batch=1), (8, 8)),
-        (dict(encoder_cudagraph_max_vision_items_per_batch=1 << 16), (None, None)),
-    ],
-)
-def test_limits_that_vllm_takes_and_we_would_refuse(theirs: Any, limits: Any) -> None:
-    compilation = {"cudagraph_mm_encoder": True, **theirs}
-    found = fusedvit.fuse(load(config=config_of(QWEN, compilation_config=compilation))[1]).config
-    items, frames = limits
-    assert found.max_items == (items or found.token_budgets[-1]) and found.max_frames == frames
 
 
 def _encoder(**limits: Any) -> dict[str, Any]:
     return {f"encoder_cudagraph_{name}": value for name, value in limits.items()}
 
 
-@pytest.mark.parametrize(
-    "ours, theirs, expected",
-    [
-        ({"max_frames": 100}, _encoder(max_vision_items_per_batch=128), {"max_items": 100}),
-        ({"max_items": 300}, _encoder(token_budgets=[64, 128]), {"token_budgets": (64, 128, 300)}),
-        ({"memory": "small"}, _encoder(max_vision_items_per_batch=20000), {"max_items": None, "token_budgets": None}),
-        ({}, _encoder(max_frames_per_batch=1 << 32), {"max_frames": 2**31 - 1}),
-        ({}, _encoder(token_budgets=[64, 1 << 32]), {"token_budgets": (64, (2**31 - 1) // 4)}),
-        ({"max_items": 9}, _encoder(max_frames_per_batch=3), {"max_frames": 9}),
-        ({"token_budgets": [32]}, _encoder(max_vision_items_per_batch=64), {"max_items": 32}),
-    ],
-    ids=str,
-)
-def test_limits_of_vllm_give_way_to_the_users(
-    ours: Any, theirs: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+USER = {"token_budgets": [256], "watch_data": False, "max_items": 3}
+LIMITS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [  # the user's, vLLM's, what is taken
+    (
+        {},
+        _encoder(token_budgets=[512, 128], max_vision_items_per_batch=4, max_frames_per_batch=32),
+        {"token_budgets": (128, 512), "max_items": 4, "max_frames": 32},
+    ),
+    ({}, _encoder(max_vision_items_per_batch=8, max_frames_per_batch=1), {"max_items": 8, "max_frames": 8}),
+    ({}, _encoder(max_vision_items_per_batch=1 << 16), {"max_items": "its budget", "max_frames": None}),
+    ({"max_frames": 100}, _encoder(max_vision_items_per_batch=128), {"max_items": 100}),
+    ({"max_items": 300}, _encoder(token_budgets=[64, 128]), {"token_budgets": (64, 128, 300)}),
+    ({"memory": "small"}, _encoder(max_vision_items_per_batch=20000), {"max_items": None, "token_budgets": None}),
+    ({}, _encoder(max_frames_per_batch=1 << 32), {"max_frames": 2**31 - 1}),
+    ({}, _encoder(token_budgets=[64, 1 << 32]), {"token_budgets": (64, (2**31 - 1) // 4)}),
+    ({"max_items": 9}, _encoder(max_frames_per_batch=3), {"max_frames": 9}),
+    ({"token_budgets": [32]}, _encoder(max_vision_items_per_batch=64), {"max_items": 32}),
+    (USER, {}, {}),
+]
+
+
+@pytest.mark.parametrize("ours, theirs, expected", LIMITS, ids=str)
+def test_limits(ours: Any, theirs: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's, as far as they may be ours, where the user gives none."""
     monkeypatch.setenv(CONFIG, json.dumps(ours))
     compilation = {"cudagraph_mm_encoder": True, **theirs}
     found = fusedvit.fuse(load(config=config_of(QWEN, compilation_config=compilation))[1]).config
-    assert {name: getattr(found, name) for name in expected} == expected
+    for name, value in expected.items():
+        assert getattr(found, name) == (found.token_budgets[-1] if value == "its budget" else value), name
     assert all(getattr(found, name) == (tuple(v) if isinstance(v, list) else v) for name, v in ours.items())
+
+
+def test_limits_by_default(served: Any) -> None:
+    config, _, handle = served
+    assert tuple(handle.config.token_budgets) == (config.scheduler_config.max_num_encoder_input_tokens,)
+    found = fusedvit.fuse(load(config=config_of(QWEN, max_num_batched_tokens=1 << 17))[1]).config
+    assert (*found.token_budgets,) == (LARGEST_BUDGET,), "buffers take as much as by default, not the KV cache's room"
 
 
 @pytest.mark.parametrize("text", ['{"max_items": 100000}', '{"token_budgets": [999999999]}'])
@@ -740,40 +586,8 @@ def test_variables_reach_actors_on_other_nodes() -> None:
     assert "FUSEDVIT_" in ray_env.DEFAULT_ENV_VAR_PREFIXES
 
 
-def test_options_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONFIG, '{"token_budgets": [256], "watch_data": false, "max_items": 3}')
-    found = fusedvit.fuse(load()[1]).config
-    assert (*found.token_budgets,) == (256,) and not found.watch_data and found.max_items == 3
-
-
 @pytest.mark.parametrize("text", ["[1]", "{", '{"budgets": [1]}', '{"token_budgets": [4, 2]}', '{"strict": 1}'])
 def test_wrong_options(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIG, text)
     with pytest.raises(ValueError, match=f"^fusedvit: {CONFIG}="):
         plugin.register()
-
-
-@contextlib.contextmanager
-def _low_precision() -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16):
-        yield
-
-
-def test_a_context_around_a_forward_is_noticed(served: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's wrapper around a function is the engine's own only where the engine's source applies it."""
-    config, model, handle = served
-    embed(config, model, GRID)
-    before = fused_calls(handle)
-    monkeypatch.setattr(qwen3_vl.Qwen3_VisionMLP, "forward", _low_precision()(qwen3_vl.Qwen3_VisionMLP.forward))
-    assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
-    assert "Qwen3_VisionMLP.forward" in str(handle.reason())
-
-
-def test_a_method_of_another_module_is_noticed(served: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would compute with the other module's attributes."""
-    config, model, handle = served
-    embed(config, model, GRID)
-    before, (first, second, *_) = fused_calls(handle), (block.attn.attn for block in model.visual.blocks)
-    monkeypatch.setattr(first, "_forward_method", second._forward_method)
-    assert close(embed(config, model, GRID), own()) and fused_calls(handle) == before
-    assert "another object" in str(handle.reason())

@@ -1,7 +1,6 @@
 """How vLLM starts: with a memory profile or without, in an elastic group, quantised, without pictures."""
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -101,7 +100,7 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("how", STARTS)
-def test_every_start_prepares_once(how: str, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_start_prepares_once(how: str, heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, options, expected = STARTS[how]
     monkeypatch.setattr(core.envs, "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", how == "elastic", raising=False)
     config = config_of(architecture, **options)
@@ -113,13 +112,10 @@ def test_every_start_prepares_once(how: str, caplog: Any, monkeypatch: pytest.Mo
         prepare(served, *args)
 
     monkeypatch.setattr(Served, "prepare", counted)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # which the first load turns off
     profiled = expected[0] == "profile" or how == "elastic"
-    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
-        steps = start(config, worker_of(config, model), specs_of(config) if profiled else {}, monkeypatch)
-    assert steps == expected
-    lines = {id(r): r.getMessage() for r in caplog.records if "runs fused" in r.getMessage()}
-    assert len(lines) == 1 and asked == ["prepare"] and handle.stats()["refreshes"] == 1
+    steps = start(config, worker_of(config, model), specs_of(config) if profiled else {}, monkeypatch)
+    assert steps == expected and heard("runs fused")
+    assert asked == ["prepare"] and handle.stats()["refreshes"] == 1
     embed(config, model, GRID)
     assert handle.stats()["refreshes"] == 1 and handle.stats()["fused"] == 1, "the first request prepares nothing"
 
@@ -221,7 +217,7 @@ def test_a_load_format_that_builds_without_weights(how: str, architecture: str) 
 @pytest.mark.parametrize("how", FORMATS)
 @pytest.mark.parametrize("wrong", ["a hook", "what nobody foresaw"])
 def test_what_cannot_run_fused_once_it_has_weights(
-    wrong: str, how: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    wrong: str, how: str, heard: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model runner V2 asks for vLLM's own encoder graphs as soon as it has loaded the model."""
     config, plain = load(config=config_of(QWEN))
@@ -231,7 +227,8 @@ def test_what_cannot_run_fused_once_it_has_weights(
     else:
         monkeypatch.setattr(FusedEncoder, "reason", unforeseen)
     assert hasattr(model_runner.init_model_state, "__wrapped__"), "by the plugin"
-    line = said(caplog, monkeypatch, lambda: vllm_worker._init_model_state(lambda *_: None, config, model))
+    vllm_worker._init_model_state(lambda *_: None, config, model)
+    line = heard()
     assert ("blocks.1" if wrong == "a hook" else wrong) in line and config.compilation_config.cudagraph_mm_encoder
     assert not {"_fusedvit", SERVED} & vars(model.visual).keys()
     assert torch.isfinite(embed(config, model, GRID)).all()
@@ -244,38 +241,27 @@ def unforeseen(*_: Any, **__: Any) -> Any:
 # what is left alone, and why
 
 
-def said(caplog: Any, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> str:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
-        run()
-    found = {id(r): r.getMessage() for r in caplog.records if r.name == "vllm.fusedvit"}
-    assert len(found) == 1, found
-    return next(iter(found.values()))
-
-
-def test_layers_that_are_quantised_while_they_load(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_quantised_while_they_load(heard: Any) -> None:
     """Their weights are on no device yet when the tower is judged."""
     config = config_of(QWEN, quantization="fp8_per_tensor", dtype="bfloat16")
-
-    def attempt() -> None:
-        with contextlib.suppress(Exception):  # vLLM has no FP8 kernels on this CPU; the tower was built before
-            support.build(config)
-
-    line = said(caplog, monkeypatch, attempt)
+    with contextlib.suppress(Exception):  # vLLM has no FP8 kernels on this CPU; the tower was built before
+        support.build(config)
+    line = heard()
     assert re.search(r"its layers are quantised \(\w*Fp8\w*\)$", line), line
 
 
 @pytest.mark.parametrize(
-    "options",
+    "architecture, options",
     [
-        {"limit_mm_per_prompt": {"image": 0, "video": 0}},
-        {"language_model_only": True, "compilation_config": {}},  # vLLM refuses its graphs then
+        (QWEN, {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
+        (QWEN, {"language_model_only": True, "compilation_config": {}}),  # vLLM refuses its graphs then
+        ("Gemma4ForConditionalGeneration", {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
     ],
 )
-def test_a_server_that_takes_no_pictures(options: dict[str, Any], caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(QWEN, **options)
-    line = said(caplog, monkeypatch, lambda: support.build(config))
-    assert "no images and no videos are taken" in line
+def test_a_server_that_takes_no_pictures(architecture: str, options: dict[str, Any], heard: Any) -> None:
+    support.build(config_of(architecture, **options))
+    assert "no images and no videos are taken" in heard()
+    assert ("Qwen3_VisionTransformer" if architecture == QWEN else "Gemma4VisionModel") in heard()
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -284,7 +270,7 @@ def test_a_server_that_takes_one_kind_of_pictures(kind: str) -> None:
     assert fusedvit.fuse(load(config=config)[1]).reason() is None
 
 
-def test_hugging_faces_model_inside_vllms(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_faces_model_inside_vllms(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(self: Any, **_: Any) -> None:
         nn.Module.__init__(self)
         with torch.device("meta"):
@@ -294,7 +280,8 @@ def test_hugging_faces_model_inside_vllms(caplog: Any, monkeypatch: pytest.Monke
         pass
 
     monkeypatch.setattr(multimodal.Base, "__init__", build)
-    line = said(caplog, monkeypatch, lambda: Model(vllm_config=None))
+    Model(vllm_config=None)
+    line = heard()
     assert "Qwen3VLVisionModel" in line and "transformers" in line
 
 
