@@ -23,7 +23,7 @@ from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import derived, find_tower, nothing_in, towers_in
 from fusedvit.checks.own_forward import bypass
-from fusedvit.checks.ownership import ORIGINAL, fused_class, name_of, own_class
+from fusedvit.checks.ownership import FUSED, ORIGINAL, fused_class, name_of, own_class
 from fusedvit.config import FuseConfig, check_config, takes_config
 from fusedvit.errors import OF_ODD_OBJECTS, Reason, UnsupportedModel, unnamed
 from fusedvit.families.base import Family
@@ -352,7 +352,8 @@ def _fused_class(original: Any) -> Any:
 def _subclass(original: Any, forward: Any, **methods: Any) -> Any:
     """A subclass of a tower's class that has its names, another `forward`, and `methods`."""
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body |= {"forward": _in_place_of(original.forward, forward), ORIGINAL: original, **methods}
+    fused = _in_place_of(original.forward, forward)
+    body |= {"forward": fused, FUSED: fused, ORIGINAL: original, **methods}
     return type(original)(original.__name__, (original,), body)
 
 

@@ -116,6 +116,8 @@ def _read_all(gpu: str, shipped: Path, own: Path) -> Table:
         OSError: the system cannot read a file now, and may later: nothing is cached.
     """
     both = Table()
+    if not os.path.isdir(shipped):  # as in a zipapp
+        logger.warning("fusedvit: heuristics used instead of the shipped tuning tables: %s is not a folder", shipped)
     for whose, folder in (("shipped", shipped), ("own", own)):
         path = folder / file_name(gpu)
         if not os.path.isfile(path):  # raises nothing, if the folder is forbidden

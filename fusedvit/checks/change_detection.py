@@ -126,9 +126,12 @@ def _configs_of(modules: Iterable[nn.Module]) -> list[Any]:
     return [*{id(c): c for m in modules if (c := vars(m).get("config")) is not None}.values()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """A tower's modules, parameters and code at one moment. Each call compares it, so its loops run in C.
+
+    It has slots: a library that walks over the attributes of a fused tower (TorchLens) would reach all modules of torch
+    and transformers through those of `code`, and fail there.
 
     Attributes:
         children: entries of the tower's registries, and of every inner module.

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from fusedvit.checks import accelerate_hooks, fallback
-from fusedvit.checks.ownership import described_call, fused_class
+from fusedvit.checks.change_detection import HANDLE
+from fusedvit.checks.ownership import FUSED, described_call, foreign_class, fused_class
 from fusedvit.checks.source_code import UnreadSource
 from fusedvit.errors import Reason
 
@@ -23,14 +24,20 @@ _MOST = 5000  # objects that are searched: more than any wrapper holds
 
 def bypass(tower: nn.Module) -> Reason | None:
     """Why calls of a fused tower do not reach the fused `forward`, or None: judged by what its attribute `forward`
-    holds."""
+    holds, or else that of the class that `fuse` gave it, which is where `type(tower).forward = …` puts it."""
     own, fused = vars(tower).get("forward"), fused_class(type(tower))
+    if fused is None:
+        if HANDLE not in vars(tower) or foreign_class(tower):  # it is unfused, or its class is told of as foreign code
+            return None
+        return Reason(fallback.BYPASSED, "somebody set its `__class__` to the original one")
+    called = fused.forward if own is None else own  # type: ignore[attr-defined]
     try:
-        if own is None or fused is None or _leads_to(vars(fused)["forward"], own, tower):
+        if _leads_to(vars(fused)[FUSED], called, tower):
             return None
     except UnreadSource as why:
         return Reason(fallback.UNREAD, str(why))
-    return Reason(fallback.BYPASSED, f"its attribute `forward` is {described_call(own)}")
+    where = "its class's" if own is None else "its attribute"
+    return Reason(fallback.BYPASSED, f"{where} `forward` is {described_call(called)}")
 
 
 def _leads_to(fused: object, own: object, tower: nn.Module) -> bool:

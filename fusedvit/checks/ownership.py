@@ -17,6 +17,7 @@ from fusedvit.checks.source_code import defines, defines_function, definition_of
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
 ORIGINAL = "_fusedvit_original"  # attribute of the class that `fuse` gives a tower: the tower's original class
+FUSED = "_fusedvit_forward"  # attribute of that class: the `forward` that `fuse` gave it
 _WRAPPING = ("torch.distributed.", "torch.nn.utils.")
 _ARRAYS = ("numpy",)
 _DECORATORS = ("transformers.", "torch._compile")  # of every tower's own forward, of torch's own checkpoint

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -640,3 +641,21 @@ def test_a_handle_of_an_earlier_import_of_this_package_is_replaced_where_options
     assert type(handle) is FusedEncoder and earlier.state() == "unfused"
     assert_same(call.run(tower), ref)
     assert handle.stats()["fused"] == 1
+
+
+def test_who_walks_over_attributes_stays_within_the_handle() -> None:
+    """Libraries that trace a module (TorchLens) follow attributes and containers, and fail in modules of others."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    rest, seen = [handle], dict[int, Any]()
+    with graphs_on_cpu(handle, check_limits((4, 16, 64), 4, 8)):
+        Call.of(tower, GRIDS["mix"]).run(tower)
+        while rest:
+            held: Any = rest.pop()
+            if id(held) not in seen and not isinstance(held, type | nn.Module):
+                seen[id(held)] = held
+                holds = isinstance(held, dict | list | tuple | set | frozenset)
+                parts = held if holds else getattr(held, "__dict__", ())
+                rest += parts.values() if isinstance(parts, dict) else parts
+    modules = [held.__name__ for held in seen.values() if isinstance(held, ModuleType)]
+    assert modules == [] and len(seen) < 10_000

@@ -172,6 +172,48 @@ def test_original_forward_put_after_fuse_is_told_of(name: str) -> None:
     assert handle.reason() is None
 
 
+def test_forward_put_on_the_class_after_fuse_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that reduce tokens patch `type(model.visual)`, which is the class that `fuse` gave."""
+    tower = tiny_tower()
+    original, call = type(tower).forward, Call.of(tower, GRIDS["mix"])
+    expected, handle = call.run(tower), fusedvit.fuse(tower)
+    fused = type(tower).forward
+    monkeypatch.setattr(type(tower), "forward", wrapped(fused))
+    call.run(tower)
+    ran_fused(handle, calls=1)
+    assert handle.reason() is None
+    monkeypatch.setattr(type(tower), "forward", lambda self, *args, **kwargs: original(self, *args, **kwargs))
+    reason = handle.reason()
+    assert reason is not None and reason.kind == fallback.BYPASSED and str(reason) in handle.report()
+    assert reason.detail.startswith("its class's `forward` is ") and reason.detail.endswith("<lambda>")
+    assert_bitwise(call.run(tower), expected)
+    with pytest.raises(RuntimeError, match=fallback.BYPASSED):
+        fusedvit.fuse(tower, STRICT)
+    monkeypatch.setattr(type(tower), "forward", fused)
+    assert handle.reason() is None
+
+
+def test_the_original_class_put_after_fuse_is_told_of() -> None:
+    """A library that sets a class of its own, and then the one that it expects to have been there."""
+    tower = tiny_tower()
+    original, call = type(tower), Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower)
+    tower.__class__ = type("Pruning", (original,), {})
+    reason = handle.reason()
+    assert reason is not None and reason.kind == fallback.FOREIGN_CODE and "Pruning" in reason.detail
+    tower.__class__ = original
+    call.run(tower)
+    reason = handle.reason()
+    assert handle.stats()["calls"] == 0 and reason is not None and reason.kind == fallback.BYPASSED
+    assert "__class__" in reason.detail and str(reason) in handle.report() and "runs fused" not in repr(handle)
+    again = fusedvit.fuse(tower, STRICT)
+    call.run(tower)
+    ran_fused(again, calls=1)
+    assert handle.state() == "unfused" and again.reason() is None
+    fusedvit.unfuse(tower)
+    assert again.reason() is None
+
+
 def test_a_wrapper_is_not_called_the_original() -> None:
     """It bears the name of what it wraps."""
     for wrap, said in ((torch.compile, "is torch.compile of "), (wrapped, f"is a wrapper, by {__name__}, around ")):

@@ -54,6 +54,7 @@ def write(folder: Path, content: Any) -> Path:
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """(the user's folder, the shipped one), both empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "shipped").mkdir()
     monkeypatch.setattr(tuning_table, "SHIPPED", tmp_path / "shipped")
     tuning_table.forget()
     yield tuning_table.user_folder(), tmp_path / "shipped"
@@ -115,6 +116,18 @@ def test_a_table_that_the_system_cannot_read_now_is_read_later(
 def test_a_folder_that_is_forbidden_has_no_table(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "stat", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     assert tuning_table.table_for(H200) == Table()
+
+
+def test_an_archive_that_holds_the_tables_is_told_of(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A zipapp runs from a file, in which they are not read."""
+    write(folders[0], document(entry()))
+    monkeypatch.setattr(tuning_table, "SHIPPED", Path("app.pyz") / "tuned")
+    for _ in range(2):
+        assert tuning_table.table_for(H200).entries == {KEY: CONFIG}
+    said = [record.getMessage() for record in caplog.records if record.name == "fusedvit"]
+    assert said == ["fusedvit: heuristics used instead of the shipped tuning tables: app.pyz/tuned is not a folder"]
 
 
 def test_the_users_table_goes_over_the_shipped_one(folders: tuple[Path, Path]) -> None:
