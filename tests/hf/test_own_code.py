@@ -5,10 +5,11 @@ import builtins
 import contextlib
 import copy
 import functools
-import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,12 +17,13 @@ import pytest
 import torch
 from torch import nn
 from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
 
 import fusedvit
 from fusedvit.checks import as_built, fallback
 from fusedvit.checks.adapters import Plain
+from fusedvit.checks.own_code import walk
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import is_builtin
@@ -376,6 +378,43 @@ def test_a_method_of_the_tower_itself(of: str, when: str) -> None:
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
     assert_same(call.run(tower), call.run(original))
     assert handle.stats()["fused"] == 1 + (when == "after a call")
+
+
+GPTQMODEL = """
+def _patch_transformers_remote_code_compat(PreTrainedModel):
+    original_getattr = PreTrainedModel.__getattr__
+
+    def __getattr__(self, name):
+        if name == "all_tied_weights_keys":
+            return {}
+        return original_getattr(self, name)
+
+    PreTrainedModel.__getattr__ = __getattr__
+"""
+
+
+@pytest.mark.parametrize("kind", ["as released", "around another method", "another name held back"])
+@pytest.mark.parametrize("when", ["before fuse", "after a call"])
+def test_how_gptqmodel_finds_attributes(kind: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports it for AWQ and GPTQ checkpoints, whose towers are as released."""
+    (file := tmp_path / "hf.py").write_text(GPTQMODEL)
+    spec: Any = importlib.util.spec_from_file_location("gptqmodel.utils.hf", file)
+    monkeypatch.setitem(sys.modules, spec.name, module := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    tower, original, call = tiny_tower(), tiny_tower(), Call.of(tiny_tower(), GRIDS["mix"])
+    handle = fusedvit.fuse(tower) if when == "after a call" else None
+    if handle is not None:
+        call.run(tower)
+    monkeypatch.setattr(PreTrainedModel, "__getattr__", lambda self, name: nn.Module.__getattr__(self, name))
+    if kind != "around another method":
+        monkeypatch.delattr(PreTrainedModel, "__getattr__")
+    if kind == "another name held back":
+        monkeypatch.setattr(walk, "_KEPT_BACK", "blocks")
+    module._patch_transformers_remote_code_compat(PreTrainedModel)
+    handle = handle or fusedvit.fuse(tower)
+    assert_same(call.run(tower), call.run(original))
+    assert (handle.reason() is None) == (kind == "as released"), handle.report()
+    assert kind == "as released" or "gptqmodel.utils.hf" in str(handle.reason())
 
 
 @contextlib.contextmanager

@@ -177,6 +177,8 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
          "        self.torch_names.follow_module(module, mentioned)", "        pass"),
         ("decorators", "hf/changed_in_place:what_every hf/changed_in_place:deco",
          *never("not _is_of_source(wrapper, decorators)")),
+        ("around what gptqmodel passes on to", "hf/own_code:how_gptq",
+         " and [cell.cell_contents for cell in cells_of(method)] == [inner]", ""),
         ("contexts of decorators", "hf/changed_in_place:what_every", "return sets_gradients(wrapper)", "return True"),
         ("bases of classes", "hf/changed_in_place:a_base",
          *never('not home.__module__.startswith(("torch.", *self.engine.packages))')),

@@ -21,6 +21,7 @@ from fusedvit.checks.ownership import (
 )
 from fusedvit.checks.source_code import (
     Definition,
+    cells_of,
     decorators_of,
     defines,
     defines_function,
@@ -51,6 +52,10 @@ _CHECKPOINTING = "GradientCheckpointingLayer"  # wraps the `forward` of every de
 _FOR_GRADIENTS = {*CHECKPOINTING}  # `module_calls` judges them: torch's function only recomputes the same
 _CONTEXTS = "torch.utils._contextlib"  # its wrapper enters a context around a function
 _COMPILER = "torch._dynamo."
+# gptqmodel, which transformers imports to load AWQ and GPTQ checkpoints, puts it over the method that it calls for
+# every name but this one.
+_PASSES_ON = Definition("gptqmodel.utils.hf", "_patch_transformers_remote_code_compat.<locals>.__getattr__")
+_KEPT_BACK = "all_tied_weights_keys"
 _KEPT_FROM_COMPILER = Definition("torch._dynamo.eval_frame", "DisableContext.__call__.<locals>._fn")
 # Decorators of these modules may run anything, or lower the precision: only where the source itself applies them.
 _NAMED_IN_SOURCE = (*HUGGING_FACE.packages, "contextlib")
@@ -82,7 +87,10 @@ class CodeWalk:
 
     def _home_of(self, cls: type, name: str) -> type | None:
         """The class that defines method `name` of `cls`; None if the method need not be followed."""
-        home = next((c for c in cls.__mro__ if name in vars(c)), None)
+        homes = [c for c in cls.__mro__ if name in vars(c)]
+        if len(homes) > 1 and _passes_on(vars(homes[0])[name], vars(homes[1])[name]):
+            self.found.keep(vars(homes.pop(0))[name])
+        home = next(iter(homes), None)
         if home is None or (home is object and name not in LOOKUP) or (id(cls), name) in self.found.slots:
             return None
         self.found.note_slot(cls, name)
@@ -232,6 +240,14 @@ def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> b
     if decorators is None or not found.module.startswith(_NAMED_IN_SOURCE):
         return True
     return found.path.partition(".")[0] in (*decorators, _CHECKPOINTING)
+
+
+def _passes_on(method: object, inner: object) -> bool:
+    """Whether `method` is gptqmodel's, and calls `inner` for every name that a forward may look up."""
+    if definition_of(method) != _PASSES_ON or type(method) is not FunctionType:
+        return False
+    texts = [constant for constant in method.__code__.co_consts if isinstance(constant, str)]
+    return texts == [_KEPT_BACK] and [cell.cell_contents for cell in cells_of(method)] == [inner]
 
 
 def _is_data(value: object) -> bool:
