@@ -89,8 +89,9 @@ class CodeWalk:
         """The class that defines method `name` of `cls`; None if the method need not be followed."""
         homes = [c for c in cls.__mro__ if name in vars(c)]
         if len(homes) > 1 and _passes_on(vars(homes[0])[name], vars(homes[1])[name]):
-            self.found.keep(vars(homes.pop(0))[name])
-        home = next(iter(homes), None)
+            self.found.keep(vars(homes[0])[name])
+            del homes[0]
+        home = homes[0] if homes else None
         if home is None or (home is object and name not in LOOKUP) or (id(cls), name) in self.found.slots:
             return None
         self.found.note_slot(cls, name)
