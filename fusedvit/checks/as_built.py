@@ -212,9 +212,7 @@ def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], fam
     Args:
         shards: whether it may be a shard.
     """
-    if not isinstance(found, torch.Tensor):
-        return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
-    if _is_flattened(found):
+    if isinstance(found, torch.Tensor) and _is_flattened(found):
         return _FLATTENED.format(name)
     shard = _is_shard(found)
     if not shard and type(found) is not nn.Parameter and not _is_engines(type(found), family.engine):
