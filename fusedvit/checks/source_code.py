@@ -43,8 +43,9 @@ def definition_of(value: object) -> Definition | None:
     if module is None or vars(module) is not value.__globals__:
         return None
     code = value.__code__
-    found = _functions(module.__name__).get((code.co_name, code.co_firstlineno), ())
-    path = next((path for path, defined in found if defined == code), None)
+    found = _functions(module.__name__).get(code.co_firstlineno, ())
+    # From 2.15 on, torch renames the code of its contexts' wrappers, for tracebacks.
+    path = next((path for path, defined in found if defined == code.replace(co_name=defined.co_name)), None)
     return None if path is None or not _has_its_defaults(value) else Definition(module.__name__, path)
 
 
@@ -159,12 +160,12 @@ def code_objects_in(code: CodeType) -> Iterator[CodeType]:
 
 
 @lru_cache(maxsize=256)
-def _functions(module: str) -> Mapping[tuple[str, int], list[tuple[str, CodeType]]]:
-    """Functions and class bodies that the source of `module` defines, by name and first line."""
-    found: dict[tuple[str, int], list[tuple[str, CodeType]]] = defaultdict(list)
+def _functions(module: str) -> Mapping[int, list[tuple[str, CodeType]]]:
+    """Functions and class bodies that the source of `module` defines, by first line."""
+    found: dict[int, list[tuple[str, CodeType]]] = defaultdict(list)
     root = code_of(sys.modules[module])
     for path, code in _defined(root, "") if root is not None else ():
-        found[code.co_name, code.co_firstlineno].append((path, code))
+        found[code.co_firstlineno].append((path, code))
     return dict(found)
 
 

@@ -186,7 +186,7 @@ def _tracing() -> str:
         return "torch.jit.trace"
     if torch.compiler.is_compiling():
         return "torch.export"
-    if torch.fx._symbolic_trace._is_fx_tracing_flag:  # the public function for this emits a warning
+    if torch.fx._symbolic_trace.is_fx_symbolic_tracing():
         return "torch.fx or make_fx"
     functorch: Any = torch._C._functorch
     transforms = functorch.get_interpreter_stack() or ()

@@ -217,8 +217,9 @@ def test_random_cases_within_the_rule(backend: str, name: str, dtype: torch.dtyp
         most = 192 * (132 // -(-base.n // 192)) if backend == "swap_ab" else 3000  # the former: of one wave
         rows = rng.choice([1, 63, 64, 65, 192, rng.randint(1, 300), rng.randint(1, most)])
         room = min(most, budget(rows))
-        config = rng.choice(CANDIDATES[backend](room, base.n, base.k, Target.of(device), KINDS[name]))
-        cases.append((replace(base, rows=rows, massive=base.norm and seed % 5 == 4), config, seed))
+        configs = CANDIDATES[backend](room, base.n, base.k, Target.of(device), KINDS[name])
+        if configs:  # from Triton 3.8 on, erf has none for the most rows
+            cases.append((replace(base, rows=rows, massive=base.norm and seed % 5 == 4), rng.choice(configs), seed))
     with compiling_only():
         for config in dict.fromkeys(config for _, config, _ in cases):
             few = replace(base, rows=1)
