@@ -39,7 +39,15 @@ from fusedvit.kernels.hopper.attention_smem import (
     stage_of,
     work_item,
 )
-from fusedvit.kernels.hopper.gluon_compat import async_load, barrier, gl, gluon, misplaced_operands, reinterpret
+from fusedvit.kernels.hopper.gluon_compat import (
+    async_load,
+    barrier,
+    gl,
+    gluon,
+    indexed,
+    misplaced_operands,
+    reinterpret,
+)
 from fusedvit.kernels.launch import Loaded, launch
 from fusedvit.kernels.tile_configs import split_head
 
@@ -80,9 +88,9 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         for c in gl.static_range(s.CONSUMERS):
             rows = first + c * ROWS
             i = buffer * s.CONSUMERS + c
-            async_load(q_desc, [rows, head * s.HEAD_DIM], q_full, m.q.index(s.Q_AT + i))
+            async_load(q_desc, [rows, head * s.HEAD_DIM], q_full, indexed(m.q, s.Q_AT, 2 * s.CONSUMERS, i))
             if s.TAIL > 0:
-                dst = m.q_tail.index(s.Q_TAIL_AT + i)
+                dst = indexed(m.q_tail, s.Q_TAIL_AT, 2 * s.CONSUMERS, i)
                 if s.SPARE:
                     async_load(q_tail_desc, [rows, head * s.HEAD_DIM + s.HEAD], q_full, dst)
                 else:
@@ -114,15 +122,18 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
 
 smem_layout = gluon.constexpr_function(attention_configs.smem_layout)
 UNIT, BLOCK_N = gl.constexpr(attention_configs.UNIT), gl.constexpr(attention_configs.BLOCK_N)
+MAX_BARRIERS = gl.constexpr(attention_configs.MAX_BARRIERS)
 
 
 @gluon.jit
 def _barriers(array, s: Sizes):
-    """q_full, q_empty, full, empty and order, initialised; with `BY_WARP` five times the view that has them all."""
+    """q_full, q_empty, full, empty and order, initialised; with `BY_WARP` five times one view of all."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     if s.BY_WARP:
         init_barriers(gl.program_id(0), s)
-        every = reinterpret(array, gl.int64, [s.UNITS * UNIT // 8, 1], BARRIER)
+        # Not of the whole array: compiling takes Triton 3.9 time for every element that `index` may give.
+        lines = reinterpret(array, gl.int64, [s.UNITS * UNIT // (8 * MAX_BARRIERS), MAX_BARRIERS], BARRIER)
+        every = reinterpret(lines.index(s.BARRIERS_AT // MAX_BARRIERS), gl.int64, [MAX_BARRIERS, 1], BARRIER)
         q_full, q_empty, full, empty, order = every, every, every, every, every
     else:
         q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)

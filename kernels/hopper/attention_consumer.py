@@ -50,7 +50,7 @@ from fusedvit.kernels.hopper.attention_smem import (
     wgmma_constraints,
     work_item,
 )
-from fusedvit.kernels.hopper.gluon_compat import barrier, gl, gluon, reinterpret
+from fusedvit.kernels.hopper.gluon_compat import barrier, gl, gluon, indexed, reinterpret
 
 COLUMNS = gl.constexpr(16)  # of the product of a tail, half of them spare
 TAIL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of [ROWS, COLUMNS]
@@ -133,7 +133,8 @@ def query_tail(m: Memory, buffer, s: Sizes, C: gl.constexpr):
     tail = gl.zeros([ROWS, COLUMNS], s.DTYPE, TAIL)
     if s.SPARE:
         column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, TAIL)), 0)
-        tail = gl.where(column < 8, m.q_tail.index(s.Q_TAIL_AT + buffer * s.CONSUMERS + C).load(TAIL), tail)
+        held = indexed(m.q_tail, s.Q_TAIL_AT, 2 * s.CONSUMERS, buffer * s.CONSUMERS + C)
+        tail = gl.where(column < 8, held.load(TAIL), tail)
     return tail
 
 
@@ -453,16 +454,16 @@ FLAGS = gl.constexpr(30)  # tiles of a CTA with a flag of their own; the last fl
 @gluon.jit
 def _scores(m: Memory, buffer, stage, tail, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Issues Q K of one block. `tail`, read if `SPARE`: of queries, with minus their offsets or zeros."""
-    q = m.q.index(s.Q_AT + buffer * s.CONSUMERS + C)
-    k = m.k.index(s.K_AT + stage).reshape((s.BLOCK_N, s.HEAD)).permute((1, 0))
+    q = indexed(m.q, s.Q_AT, 2 * s.CONSUMERS, buffer * s.CONSUMERS + C)
+    k = indexed(m.k, s.K_AT, s.STAGES, stage).reshape((s.BLOCK_N, s.HEAD)).permute((1, 0))
     if s.SPARE:
         scores = warpgroup_mma(q, k, tail_scores(tail, stage, s, LAYOUT, C), is_async=True)
     else:
         zeros = gl.zeros([ROWS, s.BLOCK_N], gl.float32, LAYOUT)
         scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
         if s.TAIL > 0:
-            q_tail = m.q_tail.index(s.Q_TAIL_AT + buffer * s.CONSUMERS + C).reshape((ROWS, s.TAIL))
-            k_tail = m.k_tail.index(s.K_TAIL_AT + stage).reshape((s.BLOCK_N, s.TAIL)).permute((1, 0))
+            q_tail = indexed(m.q_tail, s.Q_TAIL_AT, 2 * s.CONSUMERS, buffer * s.CONSUMERS + C).reshape((ROWS, s.TAIL))
+            k_tail = indexed(m.k_tail, s.K_TAIL_AT, s.STAGES, stage).reshape((s.BLOCK_N, s.TAIL)).permute((1, 0))
             scores = warpgroup_mma(q_tail, k_tail, scores, is_async=True)
     return scores
 
@@ -489,7 +490,7 @@ def _add_values(
     if s.SUMMED and s.TAIL == 0:
         acc, sums = add_values_and_sums(acc, sums, p, stage, s, LAYOUT)
     else:
-        v = m.v.index(s.V_AT + stage).reshape((s.BLOCK_N, s.HEAD))
+        v = indexed(m.v, s.V_AT, s.STAGES, stage).reshape((s.BLOCK_N, s.HEAD))
         acc = warpgroup_mma(p_head, v, acc, is_async=True)
     if s.SPARE:
         acc_tail = add_tail_values(acc_tail, p, stage, s, C)

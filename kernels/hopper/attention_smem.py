@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import BLOCK_N, MAX_HEAD, QUERIES, HopperAttentionConfig
-from fusedvit.kernels.hopper.gluon_compat import built_descriptor, gl, gluon, record
+from fusedvit.kernels.hopper.gluon_compat import built_descriptor, gl, gluon, indexed, record
 from fusedvit.kernels.tile_configs import split_head
 
 ROWS = gl.constexpr(64)  # queries of a consumer
@@ -75,7 +75,7 @@ class Memory:
     k: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, HEAD]
     k_tail: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, TAIL]
     v: gl.shared_memory_descriptor  # as k
-    v_tail: gl.shared_memory_descriptor
+    v_tail: gl.shared_memory_descriptor  # as k_tail
     one_keys: gl.shared_memory_descriptor  # [CONSUMERS, BLOCK_N, SHIFT] ones, if SHIFTED
     q_full: gl.shared_memory_descriptor  # [2, 1] barriers, as the following
     q_empty: gl.shared_memory_descriptor
@@ -87,12 +87,12 @@ class Memory:
 @gluon.jit
 def stage_of(m: Memory, i, s: Sizes):
     """Views of keys, their tail, values and their tail of stage `i`."""
-    return (
-        m.k.index(s.K_AT + i),
-        m.k_tail.index(s.K_TAIL_AT + i),
-        m.v.index(s.V_AT + i),
-        m.v_tail.index(s.V_TAIL_AT + i),
-    )
+    k, v = indexed(m.k, s.K_AT, s.STAGES, i), indexed(m.v, s.V_AT, s.STAGES, i)
+    k_tail, v_tail = k, v
+    if s.TAIL > 0:
+        k_tail = indexed(m.k_tail, s.K_TAIL_AT, s.STAGES, i)
+        v_tail = indexed(m.v_tail, s.V_TAIL_AT, s.STAGES, i)
+    return k, k_tail, v, v_tail
 
 
 @gluon.jit
@@ -274,7 +274,7 @@ def init_barriers(x, s: Sizes):
 def barrier_of(m: Memory, KIND: gl.constexpr, i, s: Sizes):
     """Barrier `i` of a kind, as Gluon takes it."""
     if s.BY_WARP:
-        FIRST: gl.constexpr = s.BARRIERS_AT + _first_barrier(KIND, s.STAGES)
+        FIRST: gl.constexpr = _first_barrier(KIND, s.STAGES)
         return m.full.index(FIRST + i)
     elif KIND == "q_full":
         return m.q_full.index(i)

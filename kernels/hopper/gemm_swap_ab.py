@@ -56,6 +56,7 @@ from fusedvit.kernels.hopper.gluon_compat import (
     built_descriptor,
     gl,
     gluon,
+    indexed,
     misplaced_operands,
     record,
     reinterpret,
@@ -83,7 +84,7 @@ class SwapABShape:
 class Pipeline:
     """Operands in shared memory: one allocation, at its beginning.
 
-    Units of [64, 64] values: weights of every stage and consumer, then rows of x of every stage, a unit a chunk, and
+    Units of [64, 64] values: weights of every consumer and stage, then rows of x of every stage, a unit a chunk, and
     behind a norm one more for the moments of the tile's rows.
     """
 
@@ -115,13 +116,14 @@ def rows_of(rows, chunk):
 @gluon.jit
 def _weights(pipe, shape, stage, C: gl.constexpr):
     """Weights of consumer C; at the end its residual or packed cos/sin, then its output."""
-    return pipe.units.index(stage * shape.CONSUMERS + C)
+    return indexed(pipe.units, shape.STAGES * C, shape.STAGES, stage)
 
 
 @gluon.jit
 def _rows(pipe, shape, stage, H: gl.constexpr):
     """Chunk H of x."""
-    return pipe.units.index(shape.STAGES * shape.CONSUMERS + stage * chunks_of(shape.ROWS) + H)
+    CHUNKS: gl.constexpr = chunks_of(shape.ROWS)
+    return indexed(pipe.units, shape.STAGES * shape.CONSUMERS, shape.STAGES * CHUNKS, stage * CHUNKS + H)
 
 
 WEIGHTS_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)  # of 4 x 16 rows, even ones before odd ones
@@ -142,7 +144,7 @@ def _step_text(rows, width, consumers, stages, consumer, kind):
     return f"""{{ .reg .b32 base, at; .reg .b64 a, b; .reg .pred more;
         setp.eq.u32 more, 0, 0;
         mov.u32 base, global_smem;
-        mad.lo.u32 at, {stage}, {UNIT_BYTES * consumers}, base; add.u32 at, at, {UNIT_BYTES * consumer};
+        mad.lo.u32 at, {stage}, {UNIT_BYTES}, base; add.u32 at, at, {UNIT_BYTES * stages * consumer};
         shr.u32 at, at, 4; cvt.u64.u32 a, at; or.b64 a, a, {DESCRIPTOR};
         mad.lo.u32 at, {stage}, {UNIT_BYTES * chunks}, base; add.u32 at, at, {UNIT_BYTES * consumers * stages};
         shr.u32 at, at, 4; cvt.u64.u32 b, at; or.b64 b, b, {DESCRIPTOR};

@@ -100,6 +100,20 @@ def record(cls: type) -> type:
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # 3.9
 
     @gluon.jit
+    def indexed(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, i):
+        """`memory.index(FIRST + i)` with i < COUNT: compiling takes time for every element that `index` may give."""
+        return memory.slice(FIRST, COUNT).index(i)
+else:
+
+    @gluon.jit
+    def indexed(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, i):
+        """`memory.index(FIRST + i)` with i < COUNT."""
+        return memory.index(FIRST + i)
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # 3.9
+
+    @gluon.jit
     def reinterpret(memory, dtype, shape, layout):
         """The first bytes of `memory` as another type, shape and layout."""
         return memory.reinterpret(dtype, shape, layout)
