@@ -136,6 +136,16 @@ def test_reports_say_what_attention_does_without(usable: None) -> None:
         assert f"  without attention in its hopper backend: {why}" in choices(QWEN3_VL_8B, dtype, target, [1024])
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_barriers_are_within_one_line_of_the_array(head_dim: int, consumers: int) -> None:
+    for stages in range(2, 11):
+        at = attention_configs.smem_layout(head_dim, consumers, stages, by_warp=True)
+        last = attention_smem._first_barrier.fn("order", stages) + consumers
+        assert at.barriers % attention_configs.MAX_BARRIERS == 0 and last <= attention_configs.MAX_BARRIERS
+        assert 8 * (at.barriers + last) <= at.units * attention_configs.UNIT
+
+
 @pytest.mark.parametrize("heads, together", [(16, 16), (16, 4), (16, 1), (12, 4), (6, 3)])
 def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads: int, together: int) -> None:
     """The kernel's own walk, run as Python; the tiles of the next heads come after all of these."""
