@@ -131,7 +131,7 @@ def _barriers(array, s: Sizes):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     if s.BY_WARP:
         init_barriers(gl.program_id(0), s)
-        # Not of the whole array: compiling takes Triton 3.9 time for every element that `index` may give.
+        # Not a view of the whole array, for the reason that `gluon_compat.indexed` has.
         lines = reinterpret(array, gl.int64, [s.UNITS * UNIT // (8 * MAX_BARRIERS), MAX_BARRIERS], BARRIER)
         every = reinterpret(lines.index(s.BARRIERS_AT // MAX_BARRIERS), gl.int64, [MAX_BARRIERS, 1], BARRIER)
         q_full, q_empty, full, empty, order = every, every, every, every, every

@@ -20,7 +20,7 @@ from fusedvit.kernels.tile_configs import Target, split_head
 UNIT = 8192  # bytes of 64 rows of 64 columns
 TAIL_UNIT = UNIT // 4  # of 64 rows of 16 columns
 SPARE_UNIT = UNIT // 8  # of 64 rows of 8 columns: the tail of a head of 72, or the ones next to it
-MAX_BARRIERS = 32  # of a CTA; they begin at a multiple of their size
+MAX_BARRIERS = 32  # of a CTA; a `SmemLayout` has them at a multiple of it
 
 
 class SmemLayout(NamedTuple):

@@ -97,17 +97,16 @@ def record(cls: type) -> type:
     return aggregate(cls)
 
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # 3.9
+LISTS_ELEMENTS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # Triton 3.9
 
-    @gluon.jit
-    def indexed(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, i):
-        """`memory.index(FIRST + i)` with i < COUNT: compiling takes time for every element that `index` may give."""
+
+@gluon.jit
+def indexed(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, i):
+    """`memory.index(FIRST + i)` with i < COUNT. Compiling takes Triton 3.9 time for every element that `index` may
+    give, so there it is asked for one of COUNT."""
+    if LISTS_ELEMENTS:
         return memory.slice(FIRST, COUNT).index(i)
-else:
-
-    @gluon.jit
-    def indexed(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, i):
-        """`memory.index(FIRST + i)` with i < COUNT."""
+    else:
         return memory.index(FIRST + i)
 
 
