@@ -204,7 +204,9 @@ def _counted(count: int, what: str) -> str:
     """`count` and the noun `what`, given in the singular, in its right number."""
     if count == 1:
         return f"1 {what}"
-    return f"{count} {what[:-1]}ies" if what.endswith("y") else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
+    if what.endswith("y") and what[-2] not in "aeiou":
+        return f"{count} {what[:-1]}ies"
+    return f"{count} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _folded(lines: list[str], room: int, what: str) -> list[str]:

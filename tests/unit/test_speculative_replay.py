@@ -32,6 +32,12 @@ from tests.support.towers import Call
 __all__ = ["case", "unpatched"]  # fixtures
 
 
+@pytest.mark.parametrize(("calls", "text"), [(1, "1 replay ("), (2, "2 replays (")])
+def test_the_report_counts_replays(case: Case, calls: int, text: str) -> None:
+    assert all(right(case, GRID) for _ in range(calls))
+    assert text in case[1].report()
+
+
 def test_only_captured_budgets_are_replayed_before_the_grid_is_read(case: Case) -> None:
     notes = speculated(case)
     assert all(right(case, GRID) for _ in range(3))
