@@ -177,7 +177,9 @@ def _describe_function(value: Any) -> str:
         return f"a wrapper, defined in no source, around {named}"
     if type(inner) is FunctionType:
         return _describe_function(inner)
-    known = home == value.__module__ and home in sys.modules and defines_function(home, value.__qualname__)
+    if home != value.__module__:  # as `functools.update_wrapper` leaves it where `__wrapped__` is deleted
+        return f"{named}, defined in {home or 'no module'}"
+    known = home in sys.modules and defines_function(home, value.__qualname__)
     return f"{named} with other code than its source's" if known and definition_of(value) is None else named
 
 

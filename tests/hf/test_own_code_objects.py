@@ -229,6 +229,36 @@ def test_a_reason_tells_the_code_from_the_one_that_it_replaces() -> None:
     assert handle.reason() is None
 
 
+def _under_the_name_of(own: Any) -> Any:
+    """What `functools.wraps` makes where `__wrapped__` is deleted, as `inspect.unwrap` follows it."""
+
+    @functools.wraps(own)
+    def other(*arguments: Any, **named: Any) -> Any:
+        return own(*arguments, **named)
+
+    del other.__wrapped__
+    return other
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("Qwen3VLVisionMLP", "forward"), ("", "apply_rotary_pos_emb_vision"), ("torch", "forward")]
+)
+def test_a_reason_never_says_that_a_name_is_itself(where: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsloth's compiler puts the `forward` of a module that it names "Linear" in the place of `Linear.forward`."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    owner: Any = torch.nn.Linear if where == "torch" else getattr(modeling(), where) if where else modeling()
+    other = _under_the_name_of(getattr(owner, name))
+    if where == "torch":
+        home = types.ModuleType("Linear")
+        monkeypatch.setitem(sys.modules, "Linear", home)
+        exec("def forward(self, input):\n    return input @ self.weight.T + self.bias\n", vars(home))
+        other = home.forward
+    monkeypatch.setattr(owner, name, other)
+    before, _, after = str(handle.reason()).removeprefix("replaced code: ").partition(" is ")
+    assert name in before and name in after and before != after
+
+
 def test_a_reason_tells_what_differs_inside_and_around_a_decorator_of_transformers() -> None:
     """Type checkers compile wrappers in the module of what they wrap; line profilers change the code of functions."""
     tower = tiny_tower()

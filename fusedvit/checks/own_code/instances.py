@@ -13,7 +13,7 @@ from fusedvit.checks.adapters import Plain
 from fusedvit.checks.module_calls import replaced_calls
 from fusedvit.checks.own_code.findings import CALLED
 from fusedvit.checks.own_code.walk import LOOKUP, CodeWalk
-from fusedvit.checks.ownership import ORIGINAL, describe, own_class
+from fusedvit.checks.ownership import ORIGINAL, describe, name_of, own_class
 from fusedvit.checks.source_code import definition_of, names_in
 
 _METHODS = (property, FunctionType, staticmethod, classmethod)
@@ -36,7 +36,7 @@ def follow_classes(walk: CodeWalk, plain: Plain) -> None:
             if first and isinstance(value, _METHODS):
                 walk.follow_method(of, name)
             elif first and value is not None:
-                walk.found.note_foreign(f"{of.__qualname__}.{name} is {describe(value)}", of, name)
+                walk.found.note_foreign(f"{name_of(of)}.{name} is {describe(value)}", of, name)
         known |= held | optional
     for cls in {cls for cls, _ in known}:
         for base in cls.__mro__[:-1]:
@@ -94,10 +94,10 @@ def follow_ours(walk: CodeWalk, tower: nn.Module) -> None:
     """Notes foreign attributes of the tower and of the classes that `fuse` and torch put before the tower's own."""
     cls: Any = type(tower)
     for name in sorted(vars(tower).keys() & walk.found.methods().get(own_class(cls), ())):
-        walk.found.note_foreign(f"{cls.__qualname__}.{name} of the instance is {describe(vars(tower)[name])}")
+        walk.found.note_foreign(f"{name_of(cls)}.{name} of the instance is {describe(vars(tower)[name])}")
     for ours in cls.__mro__[: cls.__mro__.index(own_class(cls))]:
         names = (walk.found.names | {*CALLED, *LOOKUP}) - {"forward"}
         hidden = sorted(vars(ours).keys() & names) if ORIGINAL in vars(ours) else []
         for name in hidden:
-            walk.found.note_foreign(f"{cls.__qualname__}.{name} is {describe(vars(ours)[name])}", ours, name)
+            walk.found.note_foreign(f"{name_of(cls)}.{name} is {describe(vars(ours)[name])}", ours, name)
         walk.found.note_absent(ours, names - vars(ours).keys())

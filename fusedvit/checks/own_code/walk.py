@@ -17,6 +17,7 @@ from fusedvit.checks.ownership import (
     is_foreign_object,
     is_of_python,
     is_operator,
+    name_of,
     sets_gradients,
 )
 from fusedvit.checks.source_code import (
@@ -98,7 +99,7 @@ class CodeWalk:
         if is_of_python(home):
             return None
         if not home.__module__.startswith(("torch.", *self.engine.packages)):
-            self.found.note_foreign(f"{cls.__qualname__} derives from {describe(home)}")
+            self.found.note_foreign(f"{name_of(cls)} derives from {describe(home)}")
         return home
 
     def follow_method(self, cls: type, name: str) -> None:
@@ -112,11 +113,11 @@ class CodeWalk:
         elif type(value) is property:
             value = value.fget
         elif name == COMPILED and value is not None:
-            self.found.note_foreign(f"{cls.__qualname__}.{name} is {describe(value)}")
+            self.found.note_foreign(f"{name_of(cls)}.{name} is {describe(value)}")
         elif _is_data(value) and not defines_function(home.__module__, f"{home.__qualname__}.{name}"):
             return
         path = _ALIASES.get(name, f"{home.__qualname__}.{name}") if home is nn.Module else f"{home.__qualname__}.{name}"
-        found = self.follow(value, Definition(home.__module__, path), f"{cls.__qualname__}.{name}")
+        found = self.follow(value, Definition(home.__module__, path), f"{name_of(cls)}.{name}")
         if found is None or home.__module__ in _GENERAL:
             return
         for other in sorted(names_in(found.__code__) - self._skipped - _FOR_GRADIENTS):
