@@ -1,9 +1,9 @@
 """One call over several GPUs: each has a copy of the tower, and encodes a share of the images and video frames."""
 
+import queue  # not names of it, which gevent would replace in vain once this is imported
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -227,7 +227,7 @@ class _Threads:
     def __init__(self, most: int) -> None:
         self._left = most  # threads that may still be started
         self._started = 0
-        self._works: SimpleQueue[_Work | None] = SimpleQueue()
+        self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
 
     def start(self, act: Callable[..., Any], *given: Any) -> Future[Any]:
         """Starts `act(*given)` in a thread, or runs it here if the system has no room for any; one thread at a time may
@@ -250,7 +250,7 @@ class _Threads:
             self._works.put(None)
 
 
-def _work_off(works: SimpleQueue[_Work | None]) -> None:
+def _work_off(works: "queue.SimpleQueue[_Work | None]") -> None:
     """Does `works` until a None among them."""
     while (work := works.get()) is not None:
         found, act, given = work

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import queue
 import subprocess
 import sys
 import time
@@ -16,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -316,7 +316,7 @@ def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Calla
 
     If a process dies, its shard is not committed; the job fails after the other processes have done the rest.
     """
-    said: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
+    said: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
     workers = [_started(job, gpu) for gpu in gpus]
     waiting, failures, running, dismissed = list(todo), [], len(workers), set[int]()
     try:
@@ -372,7 +372,7 @@ def _end(worker: "subprocess.Popen[str]") -> None:
         worker.stdin.close()
 
 
-def _listen(i: int, worker: "subprocess.Popen[str]", said: "SimpleQueue[tuple[int, dict[str, Any]]]") -> None:
+def _listen(i: int, worker: "subprocess.Popen[str]", said: "queue.SimpleQueue[tuple[int, dict[str, Any]]]") -> None:
     """Passes on the messages of worker `i`; at the end of its output a last one, with its error if it sent one."""
     ended: dict[str, Any] = {}
     assert worker.stdout is not None

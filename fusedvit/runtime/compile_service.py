@@ -12,7 +12,9 @@ import logging
 import math
 import os
 import pickle
+import queue
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -23,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from queue import SimpleQueue
 from typing import Any
 
 import triton
@@ -87,7 +88,7 @@ class CompileService:
         self._waiting: dict[str, Request] = {}  # by digest, until done or failed
         self._tries: Counter[str] = Counter()
         self._process: subprocess.Popen[bytes] | None = None
-        self._outbox: SimpleQueue[Request | None] = SimpleQueue()
+        self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._scratch = ""
         self._full: set[str] = set()  # caches of which a warning said that they take no files
         self._settings: dict[str, str] = {}  # of Triton, with which the program was started
@@ -217,7 +218,7 @@ class CompileService:
                 raise
             self.give_up(f"{type(error).__name__}: {error}", for_now=True)
             return
-        outbox: SimpleQueue[Request | None] = SimpleQueue()
+        outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         works = {"fusedvit-compile": self._listen, "fusedvit-send": self._write}
         if not all(self.thread(partial(work, process, outbox), name) for name, work in works.items()):
             with process:  # closes its pipes, and waits for it
@@ -231,15 +232,15 @@ class CompileService:
         """Starts the program; `stdout` of what is returned has its answers. Raises OSError."""
         if not os.path.isdir(self._scratch):  # not made yet, or removed: systems clear /tmp of what is old
             self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
-        ours, theirs = _pipe()  # not its standard output: what is imported there may print
-        with open(theirs, "wb"), contextlib.ExitStack() as undo:
-            answers = undo.enter_context(open(ours, "rb"))
+        ours, theirs = _sockets()  # not its standard output: what is imported there may print
+        with ours, theirs, contextlib.ExitStack() as undo:
+            answers = undo.enter_context(ours.makefile("rb"))
             process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs)],
+                [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs,),
+                pass_fds=(theirs.fileno(),),
                 cwd=self._scratch,  # not the user's, whose modules might have names of ours
                 env=self._environment(),
                 start_new_session=True,  # Ctrl-C is ours to handle
@@ -268,7 +269,7 @@ class CompileService:
     def _send(self, request: Request) -> None:
         self._outbox.put(request)
 
-    def _write(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]") -> None:
+    def _write(self, process: "subprocess.Popen[bytes]", outbox: "queue.SimpleQueue[Request | None]") -> None:
         """Sends what is put into the outbox, in a thread: while the program starts, a pipe that is full blocks."""
         assert process.stdin is not None, "started with a pipe"
         with contextlib.suppress(OSError), process.stdin:  # it may have ended, which `_listen` deals with
@@ -280,7 +281,7 @@ class CompileService:
                 if request is None:
                     return
 
-    def _listen(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]") -> None:
+    def _listen(self, process: "subprocess.Popen[bytes]", outbox: "queue.SimpleQueue[Request | None]") -> None:
         assert process.stdout is not None, "started with a pipe"
         with contextlib.suppress(ValueError, OSError), process.stdout as lines:
             for line in lines:
@@ -346,14 +347,22 @@ class CompileService:
             self._outbox.put(None)
 
 
-def _pipe() -> tuple[int, int]:
-    """The ends of a new pipe, numbered from 3 on: a lower number is a standard stream's, which may be closed here."""
-    ends = os.pipe()
+def _sockets() -> tuple[socket.socket, socket.socket]:
+    """A new pair, numbered from 3 on: a lower number is a standard stream's, which may be closed here.
+
+    No pipe: gevent and eventlet, whose threads share one of the system's, replace what waits for a socket. A thread
+    that waits for a pipe would stop all others, and the one that has to send first.
+    """
+    ends = socket.socketpair()
     try:
-        return fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, 3)
+        ours, theirs = [fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
     finally:
         for end in ends:
-            os.close(end)
+            end.close()
+    found = socket.socket(socket.AF_UNIX, fileno=ours), socket.socket(socket.AF_UNIX, fileno=theirs)
+    found[0].settimeout(None)  # whatever `socket.setdefaulttimeout` said: an answer may take minutes
+    os.set_blocking(theirs, True)  # the program knows nothing of gevent, whose sockets never block
+    return found
 
 
 def _cache_folder() -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -378,3 +379,38 @@ def test_a_control_group_bounds_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text(f"anon {4 << 30}\nfile {3 << 30}\n")
     with mock.patch.object(compile_worker, "CONTROL_GROUP", tmp_path):
         assert compile_worker.available_memory() <= 4 << 30
+
+
+GREEN = {
+    "gevent": "from gevent import monkey; monkey.patch_all()",
+    "eventlet": "import eventlet; eventlet.monkey_patch()",
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["first", "after the import"])
+@pytest.mark.parametrize("library", GREEN)
+def test_threads_that_share_one_of_the_system(library: str, late: bool, tmp_path: Path) -> None:
+    """As under gunicorn's and Celery's gevent workers: one that waits without such a library stops all others."""
+    pytest.importorskip(library)
+    imports = ["import fusedvit.runtime.compile_service"] if late else []
+    program = [*imports, GREEN[library], "from tests.support import compiling", "compiling.main()"]
+    command = [sys.executable, "-c", "\n".join(program)]
+    done = subprocess.run(
+        command, env=environment(tmp_path / "cache"), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["sent"] == found["done"] == 4 and found["broken"] == "" and found["left"] == 0
+
+
+def test_answers_come_through_what_such_libraries_wait_for() -> None:
+    """Without them: through a socket, which they replace, and not through a pipe; however long an answer takes."""
+    socket.setdefaulttimeout(0.01)
+    try:
+        ours, theirs = compile_service._sockets()
+    finally:
+        socket.setdefaulttimeout(None)
+    with ours, theirs:
+        assert ours.gettimeout() is None and os.get_blocking(theirs.fileno())
+        assert min(ours.fileno(), theirs.fileno()) >= 3
+        assert not os.get_inheritable(ours.fileno()) and not os.get_inheritable(theirs.fileno())
+    assert not hasattr(compile_service, "SimpleQueue"), "a name that they would not replace after the import"
