@@ -3,6 +3,7 @@ call needs them, created again when the tower has changed, and released."""
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -41,6 +42,7 @@ MOST_MOVES = 3  # moves after which no graph is captured until `release`
 SMALL_MEMORY = 1.2  # memory held in total, as a multiple of the prepared weights
 
 Progress = Callable[[Iterable[int]], Iterable[int]]
+logger = logging.getLogger("fusedvit")
 
 
 class CannotPrepare(Exception):
@@ -61,6 +63,7 @@ class PreparedTower:
         normalizations: normalisations of byte pixels that are folded into the weights; the key says whether for still
             images.
         ended: the tower was unfused, or is gone: nothing is prepared any more.
+        in_graphs_of_others: a call ran inside somebody's capture: that CUDA graph reads these weights.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class PreparedTower:
         self.check(config)
         self.normalizations = normalizations
         self.runtime: Runtime | None = None
-        self.ended = False
+        self.ended = self.in_graphs_of_others = False
         self._lock = threading.RLock()
         self._turn = threading.RLock()
         this = weakref.ref(self)  # weak, so that this object and its weights are freed with the user's last reference
@@ -142,6 +145,7 @@ class PreparedTower:
     def release(self) -> None:
         """Releases all memory: graphs, static buffers, prepared weights, and old parameters that the tower replaced."""
         with self._lock:
+            self._tell_of_graphs_of_others()
             self._release_graphs()
             self.weights.release()
             runtime = self.runtime
@@ -172,8 +176,18 @@ class PreparedTower:
         if runtime is not None and runtime.kernels is not None:
             runtime.kernels.cancel()
 
+    def _tell_of_graphs_of_others(self) -> None:
+        """Warns, before memory of weights is freed, of CUDA graphs that read it and are not ours to forget."""
+        if self.in_graphs_of_others:
+            self.in_graphs_of_others = False
+            logger.warning(
+                "fusedvit: prepared weights are freed, which a CUDA graph that you captured of this tower reads: "
+                "capture it again"
+            )
+
     def _weights_moved(self) -> None:
         """Forgets graphs, which read the old addresses of weights; after `MOST_MOVES` moves, for good."""
+        self._tell_of_graphs_of_others()
         if self.weights.moves <= MOST_MOVES:
             self.drop_graphs()
             return
@@ -260,6 +274,7 @@ class PreparedTower:
         if known is None or known.device != device or known.dtype != dtype:
             known = self._new_runtime(device, dtype)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.in_graphs_of_others = True
             return replace(known, graphs=None, no_graphs=INSIDE_CAPTURE, compile_now=True)
         return known
 

@@ -171,7 +171,9 @@ def test_release_gives_memory_back_and_the_next_call_captures_again(fused: tuple
     assert same(graph_stress.call(tower, pixels, grid), want)
 
 
-def test_inside_somebody_elses_capture_it_runs_into_it(fused: tuple[nn.Module, FusedEncoder]) -> None:
+def test_inside_somebody_elses_capture_it_runs_into_it(
+    fused: tuple[nn.Module, FusedEncoder], caplog: pytest.LogCaptureFixture
+) -> None:
     tower, handle = fused
     grid = [(1, 8, 12), (2, 4, 4)]
     static = pixels_for(tower, grid)
@@ -187,6 +189,12 @@ def test_inside_somebody_elses_capture_it_runs_into_it(fused: tuple[nn.Module, F
     torch.cuda.synchronize()
     assert eager_reasons(handle) == {"inside another capture": 1}
     assert same(out, graph_stress.eager(handle, static, grid))
+    handle.refresh()  # in the same memory
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(out, graph_stress.eager(handle, static, grid)) and "capture it again" not in caplog.text
+    handle.release()
+    assert caplog.text.count("capture it again") == 1
 
 
 def test_two_encoders_side_by_side(plain: nn.Module) -> None:

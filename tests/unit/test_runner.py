@@ -1,11 +1,13 @@
 """How a call is cut into batches, and what of the ladder it needs."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from fusedvit.api import fuse
+from fusedvit.api import fuse, unfuse
 from fusedvit.config import FuseConfig
 from fusedvit.graphs.limits import check_limits
 from fusedvit.model.items import Item
@@ -44,3 +46,22 @@ def test_eager_runs_take_the_configurations_of_the_graph_they_would_replay() -> 
     plain = Runtime(handle.spec, handle.weights, torch.device("cpu"), torch.float32)
     inside = dataclasses.replace(plain, no_graphs="inside another capture", limits=LIMITS)
     assert [inside.plan_tokens(tokens) for tokens in (4, 20, 256, 260)] == [16, 64, 256, plain.plan_tokens(260)]
+
+
+@pytest.mark.parametrize("end", ["release", "unfuse"])
+def test_whoever_captured_the_tower_is_told_when_what_the_graph_reads_is_freed(
+    end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tower, device = tiny_tower(), torch.device("cuda:0")
+    handle = fuse(tower, FuseConfig())
+    runtime = Runtime(handle.spec, handle.weights, device, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    handle.release()
+    handle.prepared.runtime = runtime
+    parameter: Any = SimpleNamespace(device=device, dtype=torch.float32)
+    assert handle.prepared.runtime_on(parameter).no_graphs == "inside another capture"
+    handle.refresh()
+    assert "capture it again" not in caplog.text
+    unfuse(tower) if end == "unfuse" else handle.release()
+    handle.release()
+    assert caplog.text.count("capture it again") == 1
