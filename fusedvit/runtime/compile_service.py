@@ -4,6 +4,7 @@ One compiling process serves all towers of this process. It starts with the firs
 cache is empty, and ends when nobody waits for a kernel.
 """
 
+import _socket
 import atexit
 import contextlib
 import fcntl
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import IO, Any
 
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -232,9 +233,9 @@ class CompileService:
         """Starts the program; `stdout` of what is returned has its answers. Raises OSError."""
         if not os.path.isdir(self._scratch):  # not made yet, or removed: systems clear /tmp of what is old
             self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
-        ours, theirs = _sockets()  # not its standard output: what is imported there may print
-        with ours, theirs, contextlib.ExitStack() as undo:
-            answers = undo.enter_context(ours.makefile("rb"))
+        ours, theirs = _ends()  # not its standard output: what is imported there may print
+        with theirs, contextlib.ExitStack() as undo:
+            answers = undo.enter_context(ours)
             process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
@@ -347,22 +348,27 @@ class CompileService:
             self._outbox.put(None)
 
 
-def _sockets() -> tuple[socket.socket, socket.socket]:
-    """A new pair, numbered from 3 on: a lower number is a standard stream's, which may be closed here.
+def _ends() -> tuple[IO[bytes], IO[bytes]]:
+    """What answers are read from, and what they are written to: a pair of sockets.
 
-    No pipe: gevent and eventlet, whose threads share one of the system's, replace what waits for a socket. A thread
-    that waits for a pipe would stop all others, and the one that has to send first.
+    gevent and eventlet, whose threads share one of the system's, replace what waits for a socket. A thread that waits
+    for a pipe would stop all others, and the one that has to send first. `_socket` is what they, and tests that refuse
+    every socket (pytest-socket), leave alone.
     """
-    ends = socket.socketpair()
-    try:
-        ours, theirs = [fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
+    pair = _socket.socketpair()
+    try:  # numbered from 3 on: a lower number is a standard stream's, which may be closed here
+        ours, theirs = (fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3) for end in pair)
     finally:
-        for end in ends:
+        for end in pair:
             end.close()
-    found = socket.socket(socket.AF_UNIX, fileno=ours), socket.socket(socket.AF_UNIX, fileno=theirs)
-    found[0].settimeout(None)  # whatever `socket.setdefaulttimeout` said: an answer may take minutes
-    os.set_blocking(theirs, True)  # the program knows nothing of gevent, whose sockets never block
-    return found
+    for number in (ours, theirs):
+        os.set_blocking(number, True)  # else `socket.setdefaulttimeout` decides
+    try:
+        with socket.socket(socket.AF_UNIX, fileno=ours) as found:
+            found.settimeout(None)  # an answer may take minutes
+            return found.makefile("rb"), open(theirs, "wb")
+    except RuntimeError:  # refused
+        return open(ours, "rb"), open(theirs, "wb")
 
 
 def _cache_folder() -> str:

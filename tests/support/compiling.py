@@ -1,9 +1,10 @@
 """Run by test_compile_service.py without the interpreter: has kernels compiled by the worker program, for a GPU that is
 not there, and prints what became of them as JSON.
 
-Words on the command line: `wait`: it prints a line first, and waits. `move`: once a kernel is compiled, Triton's cache
-is another folder, and its ptxas the program in OTHER_PTXAS, as when PyTorch's Inductor first compiles for a GPU.
-`debug`: then, settings change as in a notebook. `damage`: then, files of the cache are deleted.
+Words on the command line: `wait`: it prints a line first, and waits. `together`: it prints a line once it has looked
+for kernels, and goes on when its standard input ends. `move`: once a kernel is compiled, Triton's cache is another
+folder, and its ptxas the program in OTHER_PTXAS, as when PyTorch's Inductor first compiles for a GPU. `debug`: then,
+settings change as in a notebook. `damage`: then, files of the cache are deleted.
 """
 
 import json
@@ -74,6 +75,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     triton.runtime.driver.set_active(AbsentGPU(ARCH))
     jobs, service = missing(), CompileService()
+    if "together" in sys.argv:
+        print("looked", flush=True)
+        sys.stdin.read()
     with service.used():
         service.compile(Request(ARCH, get_ptxas_version(ARCH), jobs, 1.0, urgent=False))
         if "wait" in sys.argv:

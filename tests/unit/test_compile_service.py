@@ -79,7 +79,8 @@ def environment(cache: Path | str, site: Path | None = None) -> dict[str, str]:
 
 def start(env: dict[str, str], *words: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "tests.support.compiling", *words]
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=env, cwd=ROOT, text=True, **pipes)
 
 
 def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
@@ -98,7 +99,14 @@ def site(folder: Path, text: str) -> Path:
 def test_kernels_are_in_the_cache_under_the_keys_of_the_launches(tmp_path: Path) -> None:
     """By two processes at once, which share the cache."""
     env = environment(tmp_path / "cache")
-    for found in map(result, [start(env), start(env)]):
+    both = [start(env, "together"), start(env, "together")]
+    for process in both:
+        assert process.stdout is not None and process.stdout.readline() == "looked\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None  # `communicate` would flush it
+    for found in map(result, both):
         assert found["sent"] == found["done"] == 4 and found["failed"] == [] and found["broken"] == ""
         assert found["cached"] and found["left"] == 0 and not found["kept"]
     again = result(start(env))
@@ -402,15 +410,26 @@ def test_threads_that_share_one_of_the_system(library: str, late: bool, tmp_path
     assert found["sent"] == found["done"] == 4 and found["broken"] == "" and found["left"] == 0
 
 
-def test_answers_come_through_what_such_libraries_wait_for() -> None:
-    """Without them: through a socket, which they replace, and not through a pipe; however long an answer takes."""
+def _refusing(*_: Any, **__: Any) -> None:
+    raise RuntimeError("A test tried to use socket.socket.")
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_answers_come_through_what_such_libraries_wait_for(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them: through a socket, which they replace, however long an answer takes, and where tests refuse any."""
+    if refused:
+        monkeypatch.setattr(socket, "socket", _refusing)
     socket.setdefaulttimeout(0.01)
     try:
-        ours, theirs = compile_service._sockets()
+        ours, theirs = compile_service._ends()
     finally:
         socket.setdefaulttimeout(None)
-    with ours, theirs:
-        assert ours.gettimeout() is None and os.get_blocking(theirs.fileno())
-        assert min(ours.fileno(), theirs.fileno()) >= 3
+    later = threading.Timer(0.1, lambda: (theirs.write(b"an answer\n"), theirs.close()))
+    later.start()
+    with ours:
+        assert min(ours.fileno(), theirs.fileno()) >= 3 and os.get_blocking(theirs.fileno())
         assert not os.get_inheritable(ours.fileno()) and not os.get_inheritable(theirs.fileno())
+        assert isinstance(getattr(ours, "raw", None), socket.SocketIO) != refused
+        assert list(ours) == [b"an answer\n"]
+    later.join()
     assert not hasattr(compile_service, "SimpleQueue"), "a name that they would not replace after the import"
