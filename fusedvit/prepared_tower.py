@@ -181,8 +181,8 @@ class PreparedTower:
         if self.in_graphs_of_others:
             self.in_graphs_of_others = False
             logger.warning(
-                "fusedvit: prepared weights are freed, which a CUDA graph that you captured of this tower reads: "
-                "capture it again"
+                "fusedvit: the prepared weights are freed that a CUDA graph reads which you captured of this tower: "
+                "do not replay it, capture it again"
             )
 
     def _weights_moved(self) -> None:
