@@ -181,7 +181,7 @@ class PreparedTower:
         if self.in_graphs_of_others:
             self.in_graphs_of_others = False
             logger.warning(
-                "fusedvit: the prepared weights are freed that a CUDA graph reads which you captured of this tower: "
+                "fusedvit: a CUDA graph that you captured of this tower reads prepared weights, which are freed now: "
                 "do not replay it, capture it again"
             )
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import os
-import queue
+import queue  # as in data_parallel.py
 import subprocess
 import sys
 import time

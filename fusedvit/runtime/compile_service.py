@@ -351,9 +351,9 @@ class CompileService:
 def _ends() -> tuple[IO[bytes], IO[bytes]]:
     """What answers are read from, and what they are written to: a pair of sockets.
 
-    gevent and eventlet, whose threads share one of the system's, replace what waits for a socket. A thread that waits
-    for a pipe would stop all others, and the one that has to send first. `_socket` is what they, and tests that refuse
-    every socket (pytest-socket), leave alone.
+    Threads of gevent and eventlet share one thread of the operating system. One that waits for a pipe would stop the
+    others, among them the one that has yet to send requests; waits for a socket are replaced by these libraries. They
+    leave `_socket` alone, as do tests that refuse every other socket (pytest-socket).
     """
     pair = _socket.socketpair()
     try:  # numbered from 3 on: a lower number is a standard stream's, which may be closed here
