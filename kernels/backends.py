@@ -116,7 +116,8 @@ def _parts_heads(key: Key, block_n: int) -> str:
     return f"heads of {HEAD_WIDTH} columns do not fit tiles of {block_n}" if wrong else ""
 
 
-_HOPPER = (
+# Heuristics are tried in this order, the fastest backend first.
+BACKENDS = (
     Backend(
         name="swap_ab",
         op=LINEAR,
@@ -154,8 +155,6 @@ _HOPPER = (
         heuristic=_by_shape(attention_configs.hopper_attention_config),
         candidates=_by_shape(attention_configs.hopper_attention_proposals),
     ),
-)
-_TRITON = (
     Backend(
         name="triton",
         op=LINEAR,
@@ -185,8 +184,6 @@ _TRITON = (
         candidates=lambda key, dtype, target, widest: tile_configs.attention_candidates(key.rows, dtype, target),
     ),
 )
-# Heuristics are tried in this order, the fastest backend first.
-BACKENDS = (*(_HOPPER if gluon_compat.AVAILABLE else ()), *_TRITON)
 _BY_CONFIG = {backend.config: backend for backend in BACKENDS}
 
 

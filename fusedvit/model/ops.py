@@ -13,7 +13,9 @@ from fusedvit.kernels import linear as triton_linear
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.backends import BackendFailed, backend_of
 from fusedvit.kernels.epilogue import Epilogue
-from fusedvit.kernels.hopper import gluon_compat
+from fusedvit.kernels.hopper import attention as hopper_attention
+from fusedvit.kernels.hopper import gemm as hopper_gemm
+from fusedvit.kernels.hopper import gemm_swap_ab as hopper_swap_ab
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
@@ -30,17 +32,10 @@ from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig
 KERNELS: dict[type, Callable[..., torch.Tensor]] = {
     LinearConfig: triton_linear.linear,
     AttentionConfig: triton_attention.attention,
+    HopperGemmConfig: hopper_gemm.linear,
+    HopperSwapABConfig: hopper_swap_ab.linear,
+    HopperAttentionConfig: hopper_attention.attention,
 }
-if gluon_compat.AVAILABLE:  # elsewhere these modules cannot be imported
-    from fusedvit.kernels.hopper import attention as hopper_attention
-    from fusedvit.kernels.hopper import gemm as hopper_gemm
-    from fusedvit.kernels.hopper import gemm_swap_ab as hopper_swap_ab
-
-    KERNELS |= {
-        HopperGemmConfig: hopper_gemm.linear,
-        HopperSwapABConfig: hopper_swap_ab.linear,
-        HopperAttentionConfig: hopper_attention.attention,
-    }
 
 
 def linear(

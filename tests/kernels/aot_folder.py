@@ -15,7 +15,6 @@ import triton
 
 from fusedvit.families.qwen3 import NAMES
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
-from fusedvit.kernels.hopper.gluon_compat import AVAILABLE
 from fusedvit.kernels.launch import KernelJob, record
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
@@ -40,7 +39,7 @@ root = Path(sys.argv[1])
 triton.runtime.driver.set_active(AbsentGPU(90))
 jobs = record(partial(launch_tower, TINY, NAMES, torch.bfloat16, target_named("h100"))).values()
 some = [job for job in jobs if job.name.startswith(("_load", "_store", "_finger"))]
-assert len(some) >= 4 and AVAILABLE
+assert len(some) >= 4
 problems = compiled_kernels.fill(root / "first", [job.build for job in some], 2, lambda *told: None)
 (root / "first").rename(root / "moved")
 kinds = sorted({path.suffix for path in (root / "moved").rglob("*") if path.is_file()})

@@ -146,7 +146,6 @@ def test_an_encoder_whose_plan_stays_the_same_does_not_try_for_ever(monkeypatch:
         program.run(16)
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 @pytest.mark.parametrize(
     "name, key, config",
     [

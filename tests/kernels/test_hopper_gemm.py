@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusedvit.kernels import backends
 from fusedvit.kernels.epilogue import Epilogue, Scratch
-from fusedvit.kernels.hopper import gemm_configs, gluon_compat
+from fusedvit.kernels.hopper import gemm, gemm_configs, gluon_compat
 from fusedvit.kernels.hopper.gemm_configs import (
     PROVEN,
     HopperGemmConfig,
@@ -34,9 +34,6 @@ from tests.kernels.linear_cases import EPS, Layer, fused, plain, tensors
 from tests.kernels.support import assert_within
 from tests.kernels.test_aot import run
 from tests.support.specs import GLM_41V, QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
-
-if gluon_compat.AVAILABLE:
-    from fusedvit.kernels.hopper import gemm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU, H200, A100 = torch.device("cpu"), Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
@@ -184,7 +181,6 @@ def test_wrong_configurations_say_why(changed: dict[str, int], said: str) -> Non
     assert said in found and bool(said) == bool(found)
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 @pytest.mark.parametrize(
     "layer, dtype, config, said",
     [
@@ -205,7 +201,6 @@ def test_what_it_cannot_run_is_refused_before_any_launch(
     assert said in str(error.value)
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_rotary_factors_are_needed_as_packed_cos_sin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "launch", lambda *arguments: pytest.fail("launched"))
     layer = Layer(16, 128, 192, heads=1)
@@ -226,13 +221,11 @@ def test_the_reference_takes_its_configurations(config: HopperGemmConfig) -> Non
     torch.testing.assert_close(moments(stats, 21, EPS)[0][:, 0], out.double().mean(1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_tables_hold_its_configurations() -> None:
     backend = backends.backend_of(GOOD)
     assert backend.name == "hopper" and config_of(backend, asdict(GOOD), "here") == GOOD
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     chosen = plan_for(QWEN3_VL_8B, 8192, FP16, H200, Table()).choices()
     linears = ("patch", "qkv", "proj", "fc1", "fc2", "deepstack_fc1", "merger_fc1", "merger_fc2")
@@ -284,7 +277,6 @@ for layer, dtype, config in (
 """
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_what_the_tuner_may_choose_compiles_clean() -> None:
     """Epilogues, fp16 and PDL that heuristics seldom choose; what they do choose: make aot-matrix."""
     done = run("-c", COMPILED)

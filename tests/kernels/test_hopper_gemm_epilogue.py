@@ -6,9 +6,6 @@ import types
 import pytest
 import torch
 
-from fusedvit.kernels.hopper import gluon_compat
-
-pytestmark = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 INF = math.inf
 OFF = 4e-5  # of itself; fp16 rounds by 2.4e-4 to 4.9e-4
 TINY, TORCH_OFF = 1e-37, 1e-6  # where fp32 ends, and what torch's cancellation leaves

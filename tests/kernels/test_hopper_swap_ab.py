@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedvit.kernels import backends
-from fusedvit.kernels.hopper import gluon_compat
+from fusedvit.kernels.hopper import gemm_swap_ab, gluon_compat
 from fusedvit.kernels.hopper.gemm_configs import uses_pdl
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import (
     MOST_BUDGET,
@@ -29,11 +29,6 @@ from tests.kernels.linear_cases import Layer, fused, plain, tensors
 from tests.kernels.support import assert_misplaced_stages_are_refused, assert_within
 from tests.kernels.test_aot import run
 from tests.support.specs import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
-
-if gluon_compat.AVAILABLE:
-    from fusedvit.kernels.hopper import gemm_swap_ab
-
-needs_gluon = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU, H200, A100 = torch.device("cpu"), Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
@@ -140,7 +135,6 @@ def test_tiles_bound_by_loads_use_no_pdl() -> None:
     assert found == [False, True, True, True]
 
 
-@needs_gluon
 @pytest.mark.parametrize(
     "layer, config, said",
     [
@@ -167,7 +161,6 @@ def test_the_reference_takes_its_configurations(config: HopperSwapABConfig) -> N
     assert stats is not None and stats.parts == 3
 
 
-@needs_gluon
 def test_tables_hold_its_configurations() -> None:
     backend = backends.backend_of(GOOD)
     assert (
@@ -176,7 +169,6 @@ def test_tables_hold_its_configurations() -> None:
     )
 
 
-@needs_gluon
 def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     plan = plan_for(QWEN3_VL_8B, 784, BF16, H200, Table())
     assert plan.choices()["qkv"] == plan.choices()["fc2"] == "swap_ab" and plan.choices()["patch"] == "hopper"
@@ -210,14 +202,12 @@ for layer, config, dtype in (
 """
 
 
-@needs_gluon
 def test_compiled_code_has_its_operands_where_shared_memory_begins() -> None:
     """And no spill, nor a product that waits for another. Where something else lies there, it is told."""
     done = run("-c", COMPILED)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@needs_gluon
 def test_a_triton_that_puts_operands_elsewhere_costs_the_backend_only(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(40, 640, 256)
     arguments = fused(layer, tensors(layer, BF16, CPU))

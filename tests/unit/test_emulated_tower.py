@@ -2,14 +2,12 @@
 
 import pytest
 
-from fusedvit.kernels.hopper import gluon_compat
 from tests.kernels.test_aot import run
 from tests.support.families import is_installed
 
 CLASSES = {"qk_norm": "Glm5NextVisionModel", "clipped": "Gemma4VisionModel"}  # not in all transformers of our range
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 @pytest.mark.parametrize("tower", ["hd72", "windows", "hd128", "qk_norm", "clipped"])
 def test_tower(tower: str) -> None:
     if tower in CLASSES and not is_installed(CLASSES[tower]):

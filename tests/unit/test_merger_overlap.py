@@ -11,7 +11,6 @@ from fusedvit.bench.towers import cast_parameters_
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch
-from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.model.buffers import EncoderBuffers
 from fusedvit.model.encoder import encode
@@ -174,7 +173,6 @@ def assert_close(a: Outputs, b: Outputs) -> None:
 # what is planned
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 @pytest.mark.parametrize(
     ("spec", "rows"), [(QWEN3_VL_8B, 64), (QWEN3_VL_8B, 704), (QWEN3_VL_4B, 256), (QWEN3_VL_4B, 784)]
 )
@@ -195,7 +193,6 @@ def test_few_rows_overlap_mergers(spec: VisionSpec, rows: int, on_hopper: None) 
     assert plan.of_deepstack(1).merger_fc1 == overlap.fc1 and plan == planned(rows, spec)
 
 
-@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 @pytest.mark.parametrize(
     "other",
     [

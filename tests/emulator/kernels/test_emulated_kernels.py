@@ -5,11 +5,8 @@ import json
 import pytest
 import triton
 
-from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.tuning_table import SHIPPED
 from tests.kernels.test_aot import run
-
-needs_gluon = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 
 
 def says_right(least: int, *command: str) -> None:
@@ -19,7 +16,6 @@ def says_right(least: int, *command: str) -> None:
     assert done.stdout.count("right: ") >= least, done.stdout
 
 
-@needs_gluon
 @pytest.mark.parametrize("head_dim, dtype", [(72, "bf16"), (80, "bf16"), (64, "bf16"), (128, "bf16"), (72, "fp16")])
 def test_attention(head_dim: int, dtype: str) -> None:
     """Every schedule that ships; of one head size those besides that a tuner may choose, and more inputs."""
@@ -33,9 +29,9 @@ def test_attention(head_dim: int, dtype: str) -> None:
 @pytest.mark.parametrize(
     "backend, dtype, cases",
     [
-        pytest.param("hopper", "bf16", 19, marks=needs_gluon),
-        pytest.param("swap_ab", "bf16", 12, marks=needs_gluon),
-        pytest.param("swap_ab", "fp16", 4, marks=needs_gluon),
+        ("hopper", "bf16", 19),
+        ("swap_ab", "bf16", 12),
+        ("swap_ab", "fp16", 4),
         ("triton", "bf16", 8),
     ],
 )
@@ -45,7 +41,6 @@ def test_products(backend: str, dtype: str, cases: int) -> None:
     says_right(cases, *command, *(["--short"] if dtype == "fp16" else []))
 
 
-@needs_gluon
 def test_what_the_tables_choose() -> None:
     """On the Triton that the tables were measured with alone: it takes minutes."""
     passports = [json.loads(path.read_text(encoding="utf-8"))["passport"] for path in SHIPPED.glob("*.json")]
@@ -55,6 +50,5 @@ def test_what_the_tables_choose() -> None:
     says_right(16, "tests.emulator.kernels.tuned")
 
 
-@needs_gluon
 def test_a_kernel_without_one_of_its_waits_arrivals_or_fences_is_noticed() -> None:
     says_right(7, "tests.emulator.kernels.faults")
