@@ -42,6 +42,11 @@ _GOLDEN = (math.sqrt(5) - 1) / 2  # the fractional parts of its multiples are sp
 _EXPONENT = 0x7FF << 52  # the exponent bits of a float64
 
 
+def dotted(path: str, name: str) -> str:
+    """The path of what the module at `path` calls `name`; the tower's own path is ""."""
+    return f"{path}.{name}" if path else name
+
+
 def is_lora(module: nn.Module) -> bool:
     """Whether `module` is PEFT's LoRA layer around a linear layer or a convolution."""
     return type(module).__module__ == _MODULE and type(module).__qualname__ in _KINDS
@@ -74,7 +79,7 @@ class Plain(NamedTuple):
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by name; a shared parameter appears under each of its names."""
         return {
-            f"{path}.{name}" if path else name: parameter
+            dotted(path, name): parameter
             for path, module in self.modules.items()
             for name, parameter in module._parameters.items()
             if parameter is not None
@@ -101,7 +106,7 @@ def modules_read(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
     for name, child in module._modules.items():
         if child is None:
             continue
-        of = f"{path}.{name}" if path else name
+        of = dotted(path, name)
         if is_layer and name != _BASE and isinstance(child, nn.ModuleDict):  # by adapter
             yield of, child
             active = active_adapters(module)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks.accelerate_hooks import own_forwards
-from fusedvit.checks.adapters import Plain
+from fusedvit.checks.adapters import Plain, dotted
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import describe, is_of_python, is_own, name_of, own_class
 from fusedvit.checks.source_code import Definition, cells_of, definition_of, wrapped_by
@@ -298,15 +298,15 @@ def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
     for name in built.buffers[path]:
         buffer = module._buffers.get(name)
         if buffer is None:
-            return f"buffer {_dotted(path, name)} is missing"
+            return f"buffer {dotted(path, name)} is missing"
         if type(buffer) is not torch.Tensor:  # its methods may be others
-            return _differs(f"the class of {_dotted(path, name)}", name_of(type(buffer)), "torch.Tensor")
+            return _differs(f"the class of {dotted(path, name)}", name_of(type(buffer)), "torch.Tensor")
     for registry in (module._parameters, module._buffers, module._modules):
         if type(registry) not in _REGISTRIES:
             return _differs(f"a registry of {path or 'the tower'}", name_of(type(registry)), "a dict")
         hidden = vars(module).keys() & registry.keys()
         if hidden:
-            return _differs(_dotted(path, min(hidden)), "an attribute of the instance", "what is registered")
+            return _differs(dotted(path, min(hidden)), "an attribute of the instance", "what is registered")
     return ""
 
 
@@ -349,17 +349,17 @@ def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpe
         expected, own = built.attributes.get(path, {}), vars(module)
         for name in own.keys() - expected.keys() - _NOT_READ - {"forward"}:
             if path and name in names and callable(getattr(type(module), name, None)):
-                return _differs(_dotted(path, name), "an attribute of the instance", "the method of its class")
+                return _differs(dotted(path, name), "an attribute of the instance", "the method of its class")
             if name in code.optional:
-                return _differs(_dotted(path, name), own[name], "to be missing")
+                return _differs(dotted(path, name), own[name], "to be missing")
         for name, value in expected.items():
             if name in names and (name not in own or not _is_same(own[name], value)):
-                return _differs(_dotted(path, name), own.get(name, "missing"), value)
+                return _differs(dotted(path, name), own.get(name, "missing"), value)
         wrong = _wrong_values(path, own, _numbers(path, family, spec) | dict(family.engine.values), family.engine)
         if wrong:
             return wrong
         if own.get("training", True) and own.get(DROPOUT):
-            return _differs(_dotted(path, DROPOUT), own[DROPOUT], "0 in training mode")
+            return _differs(dotted(path, DROPOUT), own[DROPOUT], "0 in training mode")
     return _wrong_tower(plain.tower, spec)
 
 
@@ -367,10 +367,10 @@ def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object
     """The first of a module's attributes with a wrong value or an object of the wrong class; "" for none."""
     for name, value in values.items():
         if not _are_equal(own.get(name, value), value):
-            return _differs(_dotted(path, name), own[name], value)
+            return _differs(dotted(path, name), own[name], value)
     for name in own.keys() & engine.objects.keys():
         if name_of(type(own[name])) not in engine.objects[name]:
-            return _differs(_dotted(path, name), name_of(type(own[name])), min(engine.objects[name]))
+            return _differs(dotted(path, name), name_of(type(own[name])), min(engine.objects[name]))
     return ""
 
 
@@ -486,10 +486,6 @@ def _is_same(got: Any, expected: Any) -> bool:
     both: list[Any] = [got, expected]
     pair = [list(value) for value in both] if {type(got), type(expected)} <= {list, tuple} else []
     return bool(pair[0] == pair[1]) if pair else type(got) in _PLAIN and bool(got == expected)
-
-
-def _dotted(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _differs(what: str, got: object, expected: object) -> str:

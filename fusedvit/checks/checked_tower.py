@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import hooks_of
-from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded, modules_read, not_dense
+from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, dotted, folded, modules_read, not_dense
 from fusedvit.checks.arguments import keep_rules
 from fusedvit.checks.as_built import (
     Built,
@@ -202,9 +202,7 @@ class CheckedTower:
 
     def _parameters_read(self) -> dict[str, torch.Tensor]:
         """The parameters of `parameters` except those of inactive adapters."""
-        found = (
-            (f"{path}.{n}" if path else n, p) for path, m in modules_read(self.tower) for n, p in m._parameters.items()
-        )
+        found = ((dotted(path, n), p) for path, m in modules_read(self.tower) for n, p in m._parameters.items())
         return {name: p for name, p in found if isinstance(p, torch.Tensor)}
 
     def _buffers_read(self) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from fusedvit.checks.module_calls import replaced_calls
 from fusedvit.checks.own_code.findings import CALLED
 from fusedvit.checks.own_code.walk import LOOKUP, CodeWalk
 from fusedvit.checks.ownership import ORIGINAL, describe, name_of, own_class
+from fusedvit.checks.recorded import registered
 from fusedvit.checks.source_code import definition_of, names_in
 
 _METHODS = (property, FunctionType, staticmethod, classmethod)
@@ -27,12 +28,12 @@ def follow_classes(walk: CodeWalk, plain: Plain) -> None:
     """
     known: set[tuple[type, str]] = set()
     for module in plain.modules.values():
-        cls, registered = own_class(type(module)), {*module._parameters, *module._buffers, *module._modules}
-        held = {(cls, name) for name in (registered | vars(module).keys()) & (walk.found.names | walk.found.optional)}
+        cls, inside = own_class(type(module)), registered(module)
+        held = {(cls, name) for name in (inside | vars(module).keys()) & (walk.found.names | walk.found.optional)}
         optional = {(cls, name) for name in walk.found.optional - vars(module).keys()}
         for of, name in (held | optional) - known:
             value = next((vars(c)[name] for c in of.__mro__ if name in vars(c)), None)
-            first = name in registered or hasattr(type(value), "__set__") or name not in vars(module)
+            first = name in inside or hasattr(type(value), "__set__") or name not in vars(module)
             if first and isinstance(value, _METHODS):
                 walk.follow_method(of, name)
             elif first and value is not None:
