@@ -20,7 +20,6 @@ from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.inputs import in_words
 from fusedvit.corpus.job import LISTED, Job, JobResult, ShardDone
-from fusedvit.corpus.loading import OUTPUTS
 from fusedvit.corpus.shards import INDEX, Failed
 from fusedvit.errors import InputError
 
@@ -47,8 +46,6 @@ def run(
     if not inputs or not all(given):
         got = " ".join(map(repr, (model, *given)))
         raise InputError(f"embed: MODEL, one INPUT or more, and OUT expected, got {got}")
-    if output not in OUTPUTS:
-        raise InputError(f"--output: one of {', '.join(OUTPUTS)} expected, got {output!r}")
     job = Job(model, tuple(inputs), out, output, deepstack, shard_size, device)
     if device is not None:
         device_of(device)

@@ -66,11 +66,11 @@ def geometry_of(spec: VisionSpec) -> dict[str, Any]:
 
 def input_layout_of(spec: VisionSpec) -> InputLayout:
     """A tower's preprocessing. Those with patches of 14 (Qwen2, GLM) use CLIP's mean and deviation, later ones 0.5."""
+    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
     sizes = spec.patch_size, spec.temporal_patch_size, spec.merge_size
-    if spec.patch_size == 14:
-        clip_mean, clip_std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-        return InputLayout(*sizes, clip_mean, clip_std)
-    return InputLayout(*sizes)
+    clip = (tuple(OPENAI_CLIP_MEAN), tuple(OPENAI_CLIP_STD)) if spec.patch_size == 14 else ()
+    return InputLayout(*sizes, *clip)
 
 
 def takes_single_frames(spec: VisionSpec) -> bool:
