@@ -43,7 +43,6 @@ _HOMES = {
     "fuse_tower": "fusedvit.api",
     "unfuse": "fusedvit.api",
 }
-_PACKAGES = ("pixels",)
 
 
 def _is_our_checkout(root: _Path) -> bool:
@@ -59,10 +58,10 @@ if _is_our_checkout(_root):
 
 
 def __getattr__(name: str) -> object:
-    if name not in {*_HOMES, *_PACKAGES}:
+    if name == "pixels":
+        return _import_module("fusedvit.pixels")
+    if name not in _HOMES:
         raise AttributeError(f"module 'fusedvit' has no attribute {name!r}")
-    if name in _PACKAGES:
-        return _import_module(f"fusedvit.{name}")
     value = getattr(_import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

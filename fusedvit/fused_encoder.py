@@ -26,7 +26,6 @@ from fusedvit.forks import renew_in_children
 from fusedvit.graphs.manager import MIB
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
-from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.folded_normalizations import FoldedNormalizations
@@ -93,7 +92,8 @@ class FusedEncoder:
         self.processors: list[Any] = []
         self.normalizations = FoldedNormalizations(spec, family.name)
         known = self.normalizations.known
-        self._source = functools.partial(_source_of, weakref.ref(tower), self._name, family, spec, self.built, known)
+        held, name, built = weakref.ref(tower), self._name, self.built
+        self._source = lambda: CheckedTower(_held(held, name), family, spec, built, known)
         self.prepared = PreparedTower(spec, config, self._source, known)
         self.weights = self.prepared.weights
         self._attempts = Attempts(self.prepared, self._stats.eager_runs)
@@ -548,17 +548,6 @@ def _held(tower: Callable[[], nn.Module | None], name: str) -> nn.Module:
     if alive is None:
         raise RuntimeError(f"fusedvit: {name} of this handle is gone: a handle does not keep its model")
     return alive
-
-
-def _source_of(
-    tower: weakref.ref[nn.Module],
-    name: str,
-    family: Family,
-    spec: VisionSpec,
-    built: Built | None,
-    normalizations: dict[bool, Normalization],
-) -> CheckedTower:
-    return CheckedTower(_held(tower, name), family, spec, built, normalizations)
 
 
 def _end_of(

@@ -42,6 +42,7 @@ MOST_MOVES = 3  # moves after which no graph is captured until `release`
 SMALL_MEMORY = 1.2  # memory held in total, as a multiple of the prepared weights
 
 Progress = Callable[[Iterable[int]], Iterable[int]]
+_bar = functools.partial(tqdm, desc="capturing token budgets", unit="graph", disable=None)  # None: only on a terminal
 logger = logging.getLogger("fusedvit")
 
 
@@ -370,10 +371,6 @@ class PreparedTower:
             return self.weights.read_back(self.weights.mark(), True, None).unchanged
         except WeightsReleased:
             return False
-
-
-def _bar(budgets: Iterable[int]) -> Iterable[int]:
-    return tqdm(budgets, desc="capturing token budgets", unit="graph", disable=None)  # None: only on a terminal
 
 
 def _raise_if(reason: Reason | None) -> None:

@@ -147,16 +147,10 @@ def enter_kernels(device: torch.device) -> None:
     """
     named = os.environ.get(VARIABLE)
     if named and device.type == "cuda":
-        folder, cache = Path(named).absolute(), triton.knobs.cache.dir
-        failed = attempted(lambda: _enter_kernels(folder, torch.device("cuda", device.index or 0), cache), OSError)
-        if failed is not None:
+        folder, cache, on = Path(named).absolute(), triton.knobs.cache.dir, torch.device("cuda", device.index or 0)
+        failed = attempted(lambda: _is_usable(folder, on) and _enter_somewhere(folder, cache), OSError)
+        if isinstance(failed, OSError):
             logger.warning("fusedvit: the compiled kernels in %s are not used: %s", named, failed)
-
-
-def _enter_kernels(folder: Path, device: torch.device, cache: str) -> None:
-    """As `enter_kernels`, for a GPU. Raises OSError: the system cannot read or write, and may later."""
-    if _is_usable(folder, device):
-        _enter_somewhere(folder, cache)
 
 
 @lru_cache(maxsize=64)

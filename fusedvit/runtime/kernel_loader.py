@@ -126,10 +126,6 @@ class _Ending(Exception):
     """The process ends."""
 
 
-def _no_pause() -> None:
-    pass
-
-
 @cache
 def collect_garbage() -> None:
     """Runs one full garbage collection, the first time only. The imports so far make one due; it takes 0.2 to 0.4 s
@@ -410,7 +406,7 @@ class KernelLoader:
             with (
                 self._trying,
                 _current(self._device),
-                loading_from_cache(FromCache(True, pause if patient else _no_pause)) as mode,
+                loading_from_cache(FromCache(True, pause if patient else lambda: None)) as mode,
             ):
                 if weights is None:
                     raise WeightsReleased

@@ -457,14 +457,6 @@ def _models_of(manager: Any) -> list[Any]:
 # the functions of SGLang that are replaced
 
 
-def _patch_runner(module: ModuleType) -> str:
-    return _hooked(module.ModelRunner, {_LOADED: _after_loading})
-
-
-def _patch_encoder(module: ModuleType) -> str:
-    return _hooked(module, {_LOADED: _after_loading})
-
-
 def _patch_updater(module: ModuleType) -> str:
     updates = dict.fromkeys(("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update"), _updated)
     parts = ("begin_weight_update", "update_weights_from_tensor", "update_weights_from_distributed")
@@ -487,8 +479,8 @@ def _hooked(owner: Any, around: Mapping[str, Callable[..., Any]]) -> str:
 _IMPORTED: dict[str, Callable[[ModuleType], None]] = {module: _patch_towers for module, _ in TOWERS}
 _IMPORTED["sglang.srt.server_args"] = _patch_options
 _LOADERS: dict[str, Callable[[ModuleType], str]] = {
-    "sglang.srt.model_executor.model_runner": _patch_runner,
-    "sglang.srt.disaggregation.encoder.server": _patch_encoder,
+    "sglang.srt.model_executor.model_runner": lambda module: _hooked(module.ModelRunner, {_LOADED: _after_loading}),
+    "sglang.srt.disaggregation.encoder.server": lambda module: _hooked(module, {_LOADED: _after_loading}),
     "sglang.srt.managers.scheduler_components.weight_updater": _patch_updater,
     "sglang.srt.managers.scheduler": _patch_scheduler,
 }
