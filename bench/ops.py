@@ -29,6 +29,7 @@ from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
 from fusedvit.kernels.epilogue import Epilogue, HeadNorm, NormFold, Rope, RowStats, Scratch, Taps
+from fusedvit.kernels.hopper.attention_configs import SHORT_FRAME
 from fusedvit.kernels.hopper.gemm_configs import KINDS
 from fusedvit.kernels.launch import FromCache, hash_sources, loading_from_cache
 from fusedvit.kernels.positions import packed_width
@@ -37,7 +38,7 @@ from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference.positions import packed_cos_sin
 from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS, Target
 from fusedvit.model.ops import ops_for
-from fusedvit.model.plan import Task, attention_task, choose, plan_for, tasks
+from fusedvit.model.plan import Task, choose, plan_for, tasks
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import in_lines, row_pitch
 from fusedvit.tolerance import Comparison, compare
@@ -353,6 +354,12 @@ def _jobs(name: str, dtype: torch.dtype, device: torch.device, fa3: bool, sizes:
             task = attention_task(spec, sum(lengths), dtype, max(lengths))
             make = functools.partial(attention_case, spec.num_heads, spec.head_dim, lengths, dtype, device, fa3)
             yield Job(name, task, label, make)
+
+
+def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int) -> Task:
+    """The attention task for frames of `length` tokens in a budget of `rows` patch tokens."""
+    found = {task.name: task for task in tasks(spec, rows, dtype)}
+    return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
 
 
 def linear_jobs(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:

@@ -178,10 +178,8 @@ BACKENDS = (
         config=AttentionConfig,
         absent=lambda capability, dtype: "",
         wrong=lambda key, config, target, dtype: tile_configs.wrong_attention(config, target),
-        heuristic=lambda key, dtype, target, widest: tile_configs.attention_config(
-            key.rows, key.n, key.k, dtype, target
-        ),
-        candidates=lambda key, dtype, target, widest: tile_configs.attention_candidates(key.rows, dtype, target),
+        heuristic=lambda key, dtype, target, widest: tile_configs.attention_config(key.rows, key.k, dtype, target),
+        candidates=lambda key, dtype, target, widest: tile_configs.attention_candidates(key.rows, target),
     ),
 )
 _BY_CONFIG = {backend.config: backend for backend in BACKENDS}

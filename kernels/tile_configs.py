@@ -278,7 +278,7 @@ def linear_candidates(
     return found
 
 
-def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[AttentionConfig]:
+def attention_candidates(rows: int, target: Target) -> list[AttentionConfig]:
     """Tiles worth timing over `rows` tokens. The tuner drops those that spill or that ptxas serialises."""
     shapes = ((64, 64, 4, 2, 3), (64, 64, 4, 3, 3), (64, 128, 4, 2, 2), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1))
     more = {"copy_engine": target.has_copy_engine, "pdl": _uses_pdl(rows, target)}
@@ -322,8 +322,8 @@ def _wrong_schedule(config: LinearConfig | AttentionConfig, target: Target) -> s
     return f"PDL takes sm_90 or later, got sm_{target.capability}" if config.pdl and target.capability < 90 else ""
 
 
-def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> AttentionConfig:
-    """Tile choice for varlen attention over `rows` packed tokens (a budget) of `heads` heads."""
+def attention_config(rows: int, head_dim: int, dtype: torch.dtype, target: Target) -> AttentionConfig:
+    """Tile choice for varlen attention over `rows` packed tokens (a budget)."""
     sms, engine = target.num_sms, target.has_copy_engine
     if dtype.itemsize > 2:  # FMA units: rows of q and k are held in registers
         return AttentionConfig(16, 16, 8, 1, max_programs=4 * sms, max_head=64, copy_engine=engine)

@@ -185,12 +185,6 @@ def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str,
     return ()
 
 
-def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int) -> Task:
-    """The attention task for frames of `length` tokens in a budget of `rows` patch tokens."""
-    found = {task.name: task for task in tasks(spec, rows, dtype)}
-    return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
-
-
 def plan_for(
     spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target, table: Table | None = None
 ) -> EncoderPlan:

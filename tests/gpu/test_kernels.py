@@ -121,7 +121,7 @@ def test_attention_is_within_the_rule(
     verdicts = []
     for seed in range(batches):
         lengths = lengths_of(rng, longest)
-        config = attention_config(budget(sum(lengths)), 16, head_dim, dtype, Target.of(device))
+        config = attention_config(budget(sum(lengths)), head_dim, dtype, Target.of(device))
         qkv = packed(lengths, head_dim, dtype, device, seed, heads=16)
         segs = segments(lengths, config.block_m, device, room=3)
         out = attention_cases.run(attention, with_room(qkv, 100), segs, head_dim, config)[:-100]
@@ -143,7 +143,7 @@ def test_attention_gives_the_same_bits_every_time(
     head_dim: int, config: AttentionConfig | None, device: torch.device
 ) -> None:
     for lengths in ([196] * 8, [784, 784, 4, 65], [4096]):
-        chosen = config or attention_config(budget(sum(lengths)), 16, head_dim, BF16, Target.of(device))
+        chosen = config or attention_config(budget(sum(lengths)), head_dim, BF16, Target.of(device))
         qkv = packed(lengths, head_dim, BF16, device, heads=16)
         segs = segments(lengths, chosen.block_m, device)
         first = attention_cases.run(attention, qkv, segs, head_dim, chosen)
@@ -157,7 +157,7 @@ def test_attention_gives_the_same_bits_every_time(
 def test_nan_stays_in_its_segment(head_dim: int, device: torch.device) -> None:
     """Frames of NaN on both sides, NaN past the last: bit for bit as next to real numbers."""
     lengths = [5, 300, 9, 196, 70, 64, 6]
-    config = attention_config(budget(sum(lengths)), 16, head_dim, BF16, Target.of(device))
+    config = attention_config(budget(sum(lengths)), head_dim, BF16, Target.of(device))
     qkv = packed(lengths, head_dim, BF16, device, heads=16)
     segs = segments(lengths, config.block_m, device)
     clean = attention_cases.run(attention, qkv, segs, head_dim, config).split(lengths)
@@ -247,7 +247,7 @@ def test_linear_past_two_to_the_31(device: torch.device) -> None:
 def test_attention_past_two_to_the_31(device: torch.device) -> None:
     """q | k | v of 2.2e9 elements: the last frames bit for bit as when computed alone."""
     frames, length = 3200, 196  # 621,379 rows of 3456 are 2^31
-    config = attention_config(budget(frames * length), 16, 72, BF16, Target.of(device))
+    config = attention_config(budget(frames * length), 72, BF16, Target.of(device))
     qkv = packed([frames * length], 72, BF16, device, heads=16)
     segs = segments([length] * frames, config.block_m, device)
     whole = attention_cases.run(attention, qkv, segs, 72, config)

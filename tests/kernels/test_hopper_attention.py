@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusedvit.bench.ops import attention_task
 from fusedvit.kernels import backends
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.hopper import attention as hopper_attention
@@ -25,7 +26,7 @@ from fusedvit.kernels.hopper.attention_configs import (
 )
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.kernels.tuning_table import Table
-from fusedvit.model.plan import attention_task, plan_for
+from fusedvit.model.plan import plan_for
 from fusedvit.stats import choices
 from tests.kernels.attention_cases import segments
 from tests.kernels.attention_times import TIMES, WIDE_TIMES

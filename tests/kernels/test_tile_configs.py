@@ -114,15 +114,15 @@ def test_why_a_configuration_cannot_run() -> None:
     assert wrong_linear(replace(config, splits=9), target, torch.bfloat16) == "splits must be 1 to 8, got 9"
     with_pdl = replace(config, pdl=True)
     assert wrong_linear(with_pdl, target, torch.bfloat16) == "PDL takes sm_90 or later, got sm_80"
-    attention = replace(attention_config(256, 16, 72, torch.bfloat16, target), pdl=True)
+    attention = replace(attention_config(256, 72, torch.bfloat16, target), pdl=True)
     assert wrong_attention(attention, target) == "PDL takes sm_90 or later, got sm_80"
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 200_000).map(budget), st.sampled_from([64, 72, 80, 96, 128]), dtypes, targets)
 def test_attention_config_fits(rows: int, head_dim: int, dtype: torch.dtype, target: Target) -> None:
-    config = attention_config(rows, 16, head_dim, dtype, target)
-    assert config == attention_config(rows, 16, head_dim, dtype, target)
+    config = attention_config(rows, head_dim, dtype, target)
+    assert config == attention_config(rows, head_dim, dtype, target)
     sides = (config.block_m, config.block_n)
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides), "what tl.dot takes"
     keys_and_values = 2 * config.num_stages * config.block_n * head_dim
