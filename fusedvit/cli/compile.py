@@ -2,7 +2,6 @@
 
 import itertools
 import json as json_text
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,9 @@ import triton
 
 from fusedvit.bench.towers import GEOMETRIES, family_and_spec, known
 from fusedvit.checkpoint import tower_config
-from fusedvit.cli.console import Outcome, new_console, progress_bar
+from fusedvit.cli.console import Outcome, new_console, progress_bar, refuse_unwritable
 from fusedvit.cli.towers import dtype_of
-from fusedvit.errors import OF_ODD_OBJECTS, InputError, UnsupportedModel, of_folder, unnamed
+from fusedvit.errors import OF_ODD_OBJECTS, InputError, UnsupportedModel, unnamed
 from fusedvit.families.base import Family
 from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.launch import KernelJob, record
@@ -39,7 +38,7 @@ def run(
     if triton.knobs.runtime.interpret:
         raise InputError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     towers = {name: _tower_of(name) for name in model}
-    _make(out)
+    refuse_unwritable(out / compiled_kernels.MANIFEST)
     _refuse_another_gpu(out, target)
     kernel_jobs: dict[object, KernelJob] = {}
     for (family, spec), takes_bytes in itertools.product(towers.values(), (False, True)):
@@ -66,15 +65,6 @@ def _tower_of(model: str) -> tuple[Family, VisionSpec]:
         return family, family.spec_from_config(config)
     except OF_ODD_OBJECTS as error:
         raise UnsupportedModel(f"{model}: {unnamed(error)}") from error
-
-
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out: {out} cannot be made: {of_folder(error)}") from None
-    if not os.access(out, os.W_OK):
-        raise InputError(f"--out: {out} cannot be written to")
 
 
 def _refuse_another_gpu(out: Path, target: Target) -> None:

@@ -215,7 +215,7 @@ def test_a_folder_serves_one_gpu(tmp_path: Path, refused: Callable[..., str]) ->
         (["Qwen3-VL-8B", "--gpu", "h100", "--out", "kernels", "--dtype", "fp8"], "--dtype"),
         (["./nowhere", "--gpu", "h100", "--out", "kernels"], "no such folder"),
         ([".", "--gpu", "h100", "--out", "kernels"], "by zero"),  # of a config that no spec can be made of
-        (["Qwen3-VL-8B", "--gpu", "h100", "--out", "file"], "cannot be made: a folder expected, got a file"),
+        (["Qwen3-VL-8B", "--gpu", "h100", "--out", "file"], "cannot be written (a folder expected, got a file)"),
     ],
 )
 def test_what_the_command_refuses(
