@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
-from fusedvit.model.weights import UNFOLDED, row_pitch
+from fusedvit.model.weights import UNFOLDED, row_pitch, tensors_of, with_tensors
 
 NARROWEST_TILE = 32  # columns of the narrowest tile, which bounds the number of partial row statistics
 
@@ -126,30 +125,18 @@ class EncoderBuffers:
         """Views of the beginning of every tensor, for a smaller capacity and `overlapped` mergers."""
         overlap = overlapped, capacity.tokens
         like = allocate(spec, capacity, self.hidden.dtype, torch.device("meta"), overlap=overlap)
-        part: EncoderBuffers = _beginning(self, like)
+        shapes = {path: t.shape for path, t, _ in tensors_of(like)}
+        whole = self if like.overlap is not None else replace(self, overlap=None)
+        part: EncoderBuffers = with_tensors(whole, lambda path, t, _: t[tuple(map(slice, shapes[path]))])
         return part
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by name; nested ones as "meta.tiles", "overlap.stats", "merged.0"."""
-        records = {"meta": self.meta, "scratch": self.scratch, "overlap": self.overlap}
-        within = {f"{r}.{n}": t for r, record in records.items() if record is not None for n, t in vars(record).items()}
-        within |= {f"merged.{i}": plane for i, plane in enumerate(self.merged)}
-        return {n: t for n, t in vars(self).items() if n not in records and n != "merged"} | within
+        return {path[1:]: t for path, t, _ in tensors_of(self)}
 
     def held_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors().values())
-
-
-def _beginning(whole: Any, like: Any) -> Any:
-    """`whole`, a tensor, a tuple or a record of these, with every tensor cut to its shape in `like`."""
-    if whole is None or like is None:
-        return None
-    if isinstance(whole, torch.Tensor):
-        return whole[tuple(map(slice, like.shape))]
-    if isinstance(whole, tuple):
-        return tuple(map(_beginning, whole, like))
-    return replace(whole, **{name: _beginning(value, vars(like)[name]) for name, value in vars(whole).items()})
 
 
 def allocate(

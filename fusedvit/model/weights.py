@@ -167,11 +167,11 @@ class EncoderWeights:
 
     def pointers(self) -> tuple[int, ...]:
         """The addresses of all tensors, which captured launches hold."""
-        return tuple(tensor.data_ptr() for _, tensor, _ in _tensors(self))
+        return tuple(tensor.data_ptr() for _, tensor, _ in tensors_of(self))
 
     def borrowed(self) -> tuple[torch.Tensor, ...]:
         """Tensors in the memory of the tower's parameters, which other code may move or free."""
-        return tuple(tensor for _, tensor, own in _tensors(self) if not own)
+        return tuple(tensor for _, tensor, own in tensors_of(self) if not own)
 
     def lent(self, addresses: Iterable[int], parameters: Mapping[int, torch.Tensor]) -> "EncoderWeights":
         """These weights with borrowed tensors replaced, after parameters have moved.
@@ -188,17 +188,17 @@ class EncoderWeights:
             parameter = parameters[next(left)].data
             return parameter.as_strided(old.shape, old.stride(), parameter.storage_offset())
 
-        found: EncoderWeights = _with_tensors(self, taken)
+        found: EncoderWeights = with_tensors(self, taken)
         return found
 
     def copies(self) -> tuple[torch.Tensor, ...]:
         """Prepared copies, each as a flat view of its whole storage, as rows may have gaps between them."""
-        found = {t.untyped_storage().data_ptr(): t for _, t, own in _tensors(self) if own}
+        found = {t.untyped_storage().data_ptr(): t for _, t, own in tensors_of(self) if own}
         return tuple(t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0) for t in found.values())
 
     def held_bytes(self) -> int:
         """Bytes of prepared copies that the original parameters do not already hold."""
-        return sum(tensor.untyped_storage().nbytes() for _, tensor, own in _tensors(self) if own)
+        return sum(tensor.untyped_storage().nbytes() for _, tensor, own in tensors_of(self) if own)
 
 
 def launch_key(record: Any) -> Any:
@@ -210,41 +210,42 @@ def launch_key(record: Any) -> Any:
 
 def rewrite(old: EncoderWeights, new: EncoderWeights) -> EncoderWeights:
     """`new`, with its prepared copies written into `old`'s memory where they fit."""
-    before = {path: tensor for path, tensor, own in _tensors(old) if own}
+    before = {path: tensor for path, tensor, own in tensors_of(old) if own}
 
     def kept(path: str, now: torch.Tensor, own: bool) -> torch.Tensor:
         memory = before.get(path)
         return memory.copy_(now) if own and memory is not None and _fits(memory, now) else now
 
-    found: EncoderWeights = _with_tensors(new, kept)
+    found: EncoderWeights = with_tensors(new, kept)
     return found
 
 
-def _with_tensors(record: Any, of: Callable[[str, torch.Tensor, bool], torch.Tensor], path: str = "") -> Any:
-    """`record` with `of(path, tensor, own)` in place of every tensor, called in the order of `_tensors`."""
+def with_tensors(
+    record: Any, of: Callable[[str, torch.Tensor, bool], torch.Tensor], path: str = "", own: bool = False
+) -> Any:
+    """`record` with `of(path, tensor, own)` in place of every tensor, called in the order of `tensors_of`."""
+    if isinstance(record, torch.Tensor):
+        return of(path, record, own)
     if isinstance(record, tuple):
-        return tuple(_with_tensors(part, of, f"{path}.{i}") for i, part in enumerate(record))
+        return tuple(with_tensors(part, of, f"{path}.{i}", own) for i, part in enumerate(record))
     if not is_dataclass(record) or isinstance(record, type):
         return record
-    values, own = {f.name: getattr(record, f.name) for f in fields(record)}, getattr(record, "own", ())
-    for name, value in values.items():
-        at = f"{path}.{name}"
-        values[name] = of(at, value, name in own) if isinstance(value, torch.Tensor) else _with_tensors(value, of, at)
-    return replace(record, **values)
+    parts, copies = {f.name: getattr(record, f.name) for f in fields(record)}, getattr(record, "own", ())
+    new = {name: with_tensors(part, of, f"{path}.{name}", name in copies) for name, part in parts.items()}
+    return replace(record, **new)
 
 
-def _tensors(record: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every tensor of a record, in a fixed order: its path, itself, and whether it is a prepared copy."""
-    if isinstance(record, tuple):
+def tensors_of(record: Any, path: str = "", own: bool = False) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every tensor of a record, in a fixed order: its path (".blocks.0.qkv.weight"), itself, and whether the record
+    names it as its own, which is a prepared copy."""
+    if isinstance(record, torch.Tensor):
+        yield path, record, own
+    elif isinstance(record, tuple):
         for i, part in enumerate(record):
-            yield from _tensors(part, f"{path}.{i}")
+            yield from tensors_of(part, f"{path}.{i}", own)
     elif is_dataclass(record):
         for f in fields(record):
-            value, at = getattr(record, f.name), f"{path}.{f.name}"
-            if isinstance(value, torch.Tensor):
-                yield at, value, f.name in getattr(record, "own", ())
-            else:
-                yield from _tensors(value, at)
+            yield from tensors_of(getattr(record, f.name), f"{path}.{f.name}", f.name in getattr(record, "own", ()))
 
 
 def _fits(old: torch.Tensor, new: torch.Tensor) -> bool:
