@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fusedvit.checks.find_tower import find_tower
-from fusedvit.errors import InputError, UnsupportedModel, first_line, from_json
+from fusedvit.errors import InputError, UnsupportedModel, as_input_error, first_line, from_json
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
 
@@ -80,10 +80,8 @@ def _config_of(where: str) -> Any:
     from transformers import AutoConfig
 
     _check_folder(where)
-    try:
+    with as_input_error(f"{where}: no config that transformers reads"):  # it raises many types
         return AutoConfig.from_pretrained(where)
-    except Exception as error:  # transformers raises many types for absent and malformed configs
-        raise InputError(f"{where}: no config that transformers reads: {first_line(error)}") from None
 
 
 def _check_folder(where: str) -> None:
@@ -225,10 +223,8 @@ def _read_weights(where: str, files: Mapping[str, str], prefix: str) -> dict[str
             raise InputError(f"{where}: {shard}, which the index names, is missing")
         with _opened(path) as file:
             for name in (name for name, of in files.items() if of == shard):
-                try:
+                with as_input_error(str(path), SafetensorError):
                     weights[name] = file.get_tensor(prefix + name)
-                except SafetensorError as error:
-                    raise InputError(f"{path}: {first_line(error)}") from None
     return weights
 
 
@@ -239,19 +235,15 @@ def _file_of(where: str, name: str) -> Path | None:
     folder = Path(where)
     if folder.is_dir():
         return folder / name if _is_file(folder / name) else None
-    try:
+    with as_input_error(where, OSError):
         found = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise InputError(f"{where}: {first_line(error)}") from None
     return None if found is None else Path(found)
 
 
 def _opened(path: Path) -> Any:
     _check_readable(path)
-    try:
+    with as_input_error(f"{path}: no whole safetensors file", SafetensorError, OSError):
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: no whole safetensors file: {first_line(error)}") from None
 
 
 def _loaded(where: str, cls: Any, source: str | None, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -329,7 +321,5 @@ def _model_class(where: str, config: Any) -> Any:
 
 
 def _empty(where: str, cls: Any, config: Any) -> nn.Module:
-    try:
+    with as_input_error(f"{where}: {cls.__name__} cannot be built from its config"):  # numbers that fit no model
         return cls._from_config(config)
-    except Exception as error:  # a config whose numbers fit no model raises any type
-        raise InputError(f"{where}: {cls.__name__} cannot be built from its config: {first_line(error)}") from None

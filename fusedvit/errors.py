@@ -5,7 +5,8 @@ Wrong input to a call raises ValueError or TypeError instead.
 
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
@@ -50,6 +51,17 @@ class InputError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message if message.startswith(PREFIX) else PREFIX + message)
+
+
+@contextmanager
+def as_input_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """A context that turns an error of `kinds` (all kinds if none is given) into an InputError: `what`, and the error's
+    first line."""
+    kinds = kinds or (Exception,)
+    try:
+        yield
+    except kinds as error:
+        raise InputError(f"{what}: {first_line(error)}") from None
 
 
 class UnsupportedModel(InputError):

@@ -13,7 +13,7 @@ from typing import Any
 
 from fusedvit.corpus.samples import table_digest
 from fusedvit.corpus.values import COLUMNS, PATHS, content_of
-from fusedvit.errors import InputError, attempted, first_line
+from fusedvit.errors import InputError, as_input_error, attempted, first_line
 from fusedvit.pixels.formats import suffixes
 from fusedvit.pixels.media import MediaError, NamedBytes, Source, is_url
 
@@ -160,10 +160,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def _lines_of(source: Path) -> list[str]:
-    try:
+    with as_input_error(f"{source}: a list of paths in UTF-8 expected", OSError, UnicodeDecodeError):
         text = source.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source}: a list of paths in UTF-8 expected: {first_line(error)}") from None
     lines = [line.strip() for line in text.split("\n") if line.strip()]  # names may hold other line separators
     for line in lines:
         _check_no_url(line)
@@ -313,7 +311,5 @@ def _open_table(path: Path, digest: str) -> _Table:
 
 
 def _reading(path: Path, read: Callable[[], Any]) -> Any:
-    try:
+    with as_input_error(f"{path}: no parquet file that reads"):  # pyarrow raises many types
         return read()
-    except Exception as error:  # pyarrow's errors, for a file that is damaged, no parquet, or gone
-        raise InputError(f"{path}: no parquet file that reads: {first_line(error)}") from None

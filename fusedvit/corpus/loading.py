@@ -9,7 +9,7 @@ from torch import nn
 
 from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
-from fusedvit.errors import InputError, first_line
+from fusedvit.errors import InputError, as_input_error, first_line
 from fusedvit.pixels import media
 from fusedvit.pixels.arguments import usable_device
 from fusedvit.pixels.processors import PARTS
@@ -97,7 +97,5 @@ def image_processor_of(where: str) -> Any:
     """A checkpoint's image processor. Raises InputError if transformers finds none that it can read."""
     from transformers import AutoImageProcessor
 
-    try:
+    with as_input_error(f"{where}: no image processor that transformers reads"):  # it raises many types
         return AutoImageProcessor.from_pretrained(where)
-    except Exception as error:  # transformers raises many kinds for absent and malformed files
-        raise InputError(f"{where}: no image processor that transformers reads: {first_line(error)}") from None

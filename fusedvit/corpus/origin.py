@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from fusedvit.checkpoint import ADAPTER, tower_config
 from fusedvit.corpus import samples
 from fusedvit.corpus.inputs import Input, row_name
-from fusedvit.errors import InputError, first_line, from_json
+from fusedvit.errors import as_input_error, from_json
 
 CONFIG = "config.json"
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -35,15 +35,13 @@ def checkpoint(where: str) -> dict[str, str]:
     folder = Path(where)
     if not folder.is_dir():
         return {"checkpoint": _commit_of(where)}
-    try:
+    with as_input_error(f"{where}: a checkpoint that cannot be read", OSError):
         weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
         return {
             "config": samples.digest(_document(folder / name) for name in (CONFIG, ADAPTER)),
             "processor": samples.digest(_document(folder / name) for name in PROCESSORS),
             "weights": samples.digest(part for path in weights for part in _weights(path)),
         }
-    except OSError as error:
-        raise InputError(f"{where}: a checkpoint that cannot be read: {first_line(error)}") from None
 
 
 def tables(inputs: Iterable[Input]) -> str:
@@ -99,10 +97,8 @@ def _commit_of(where: str) -> str:
     from transformers.utils import cached_file
 
     tower_config(where)  # raises the better message for a wrong name
-    try:
+    with as_input_error(f"{where}: no config that transformers reads"):  # OSError, and the hub's if it is not reached
         found = cached_file(where, CONFIG)
-    except Exception as error:  # OSError, and the hub's errors if it is not reached
-        raise InputError(f"{where}: no config that transformers reads: {first_line(error)}") from None
     return "" if found is None else Path(found).parent.name
 
 

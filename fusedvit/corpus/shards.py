@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fusedvit.corpus import resuming
-from fusedvit.errors import InputError, first_line, from_json, of_folder
+from fusedvit.errors import InputError, as_input_error, first_line, from_json, of_folder
 
 JOB, INDEX, ROWS = "job.json", "index.parquet", "rows.safetensors"
 _PREFIX, _UNFINISHED = "shard-", ".unfinished-"
@@ -90,10 +90,8 @@ def start(out: Path, job: dict[str, Any]) -> None:
 
 def check(out: Path, job: dict[str, Any], part: bool = False) -> None:
     """Raises InputError if the shards of a folder are of another job; `part`: only what `job` holds is compared."""
-    try:
+    with as_input_error(f"{out}: cannot be used as output: {JOB}", OSError, ValueError):
         known = from_json((out / JOB).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{out}: cannot be used as output: {JOB}: {first_line(error)}") from None
     if not isinstance(known, dict):
         raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
     differs = resuming.difference(known, (known if part else {}) | json.loads(json.dumps(job)))
@@ -108,10 +106,8 @@ def in_use(out: Path) -> Iterator[None]:
     Raises:
         InputError: another start has removed `JOB` meanwhile.
     """
-    try:
+    with as_input_error(f"{out}: {JOB} is gone, start again", OSError):
         file = (out / JOB).open("rb")
-    except OSError as error:
-        raise InputError(f"{out}: {JOB} is gone, start again: {first_line(error)}") from None
     with file:
         if not _lock(file.fileno(), shared=True, otherwise=True) or not holds_job(out):
             raise InputError(f"{out}: {JOB} was taken back by a start that failed; start again")
@@ -233,12 +229,10 @@ def read(out: Path, number: int) -> list[Embedded]:
     import pyarrow.parquet
 
     folder = _folder(Path(out), number)
-    try:
+    with as_input_error(f"{folder}: does not read"):  # parquet and safetensors raise many types for damaged files
         index = pyarrow.parquet.read_table(folder / INDEX).to_pylist()
         with safe_open(folder / ROWS, framework="pt") as file:
             rows = file.get_tensor("rows")
-    except Exception as error:  # parquet and safetensors raise many kinds for damaged files
-        raise InputError(f"{folder}: does not read: {first_line(error)}") from None
     found = []
     for row in index:
         part = None if row["error"] else rows[row["offset"] : row["offset"] + row["rows"]]
@@ -287,11 +281,9 @@ def _columns(out: Path, number: int, *names: str) -> list[tuple[Any, ...]]:
     """Columns of a shard's index, one tuple per row."""
     import pyarrow.parquet
 
-    try:
+    with as_input_error(f"{_folder(out, number)}: does not read"):  # as in `read`
         table = pyarrow.parquet.read_table(_folder(out, number) / INDEX, columns=[*names])
         return list(zip(*(table[name].to_pylist() for name in names), strict=True))
-    except Exception as error:  # as in `read`
-        raise InputError(f"{_folder(out, number)}: does not read: {first_line(error)}") from None
 
 
 def _folder(out: Path, number: int) -> Path:
