@@ -8,7 +8,8 @@ from fusedvit.kernels.epilogue import HEAD_WIDTH, Epilogue, HeadNorm, NormFold, 
 from fusedvit.kernels.tile_configs import LinearConfig
 
 
-def _wide(t: torch.Tensor) -> torch.Tensor:
+def wide(t: torch.Tensor) -> torch.Tensor:
+    """`t` in the dtype that references compute in."""
     return t if t.dtype == torch.float64 else t.float()
 
 
@@ -37,7 +38,7 @@ def inverse_rms(stats: RowStats, rows: int, eps: float) -> torch.Tensor:
 
 def store_moments(y: torch.Tensor, stats: RowStats) -> None:
     """Writes the partial moments of the rows of `y` `[rows, length]`."""
-    for part, columns in enumerate(_wide(y).split(stats.width, dim=1)):
+    for part, columns in enumerate(wide(y).split(stats.width, dim=1)):
         mean = columns.mean(1)
         stats.partials[: y.shape[0], part, 0] = mean
         stats.partials[: y.shape[0], part, 1] = ((columns - mean[:, None]) ** 2).sum(1)
@@ -70,12 +71,17 @@ def normalise_heads(acc: torch.Tensor, heads: HeadNorm) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
+def rotated(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The pairs of neighbours of heads `x` `[rows, heads, head_dim]`, rotated by `table` `[T, 2, head_dim / 2]`."""
+    cos, sin = table[: x.shape[0]].to(x.dtype).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+
+
 def _rope(acc: torch.Tensor, rope: Rope) -> torch.Tensor:
     assert rope.table is not None, "rope needs a table"
-    cos, sin = rope.table[: acc.shape[0]].to(acc.dtype).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]
-    a, b = rearrange(acc[:, : rope.cols], "t (h p two) -> two t h p", two=2, p=cos.shape[-1])
-    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    return torch.cat([rearrange(rotated, "t h p two -> t (h p two)"), acc[:, rope.cols :]], dim=1)
+    heads = rearrange(acc[:, : rope.cols], "t (h d) -> t h d", d=2 * rope.table.shape[-1])
+    return torch.cat([rotated(heads, rope.table).flatten(1), acc[:, rope.cols :]], dim=1)
 
 
 def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -114,7 +120,7 @@ def linear(
 ) -> torch.Tensor:
     """See `fusedvit.kernels.linear.linear`. `config` only sets the width of the statistics' parts."""
     e, rows = epilogue, int(num_rows)
-    acc = _wide(x[:rows]) @ _wide(weight).T
+    acc = wide(x[:rows]) @ wide(weight).T
     if e.norm is not None:
         acc = _norm(acc, e.norm)
     if e.bias is not None:

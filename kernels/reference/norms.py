@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from fusedvit.kernels.norms import NOTHING, After, NextNorm
-from fusedvit.kernels.reference.linear import add_taps, clamp, store_moments
+from fusedvit.kernels.reference.linear import add_taps, clamp, rotated, store_moments, wide
 
 
 def layer_norm(
@@ -20,12 +20,11 @@ def layer_norm(
 ) -> torch.Tensor:
     """See `fusedvit.kernels.norms.layer_norm`. `max_programs` is not used."""
     rows, shape = int(num_rows), (x.shape[1],)
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    y = x[:rows].to(wide)
+    y = wide(x[:rows])
     if bias is None:
-        y = F.rms_norm(y, shape, weight.to(wide), eps)
+        y = F.rms_norm(y, shape, wide(weight), eps)
     else:
-        y = F.layer_norm(y, shape, weight.to(wide), bias.to(wide), eps)
+        y = F.layer_norm(y, shape, wide(weight), wide(bias), eps)
     if after.activation == "gelu":
         y = F.gelu(y)
     if after.taps is not None:
@@ -52,19 +51,11 @@ def head_norm_rope(
     clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `fusedvit.kernels.norms.head_norm_rope`. `max_programs` is not used."""
-    rows, d = int(num_rows), weight.shape[1]
-    wide = qkv.dtype if qkv.dtype == torch.float64 else torch.float32
-    cos, sin = rope[:rows].to(wide).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]
-    for i, w in enumerate(weight.to(wide)):
-        part = qkv[:rows, i * heads * d : (i + 1) * heads * d]
-        x = part.to(wide) if clip is None else clamp(part.to(wide), clip[i])
-        x = F.rms_norm(rearrange(x, "t (h d) -> t h d", d=d), (d,), w, eps)
-        if i == 2:
-            part.copy_(rearrange(x, "t h d -> t (h d)"))
-            continue
-        a, b = x[..., 0::2], x[..., 1::2]
-        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        part.copy_(rearrange(rotated, "t h p two -> t (h p two)"))
+    d = weight.shape[1]
+    for i, (w, part) in enumerate(zip(weight, qkv[: int(num_rows)].split(heads * d, dim=1), strict=False)):
+        x = wide(part) if clip is None else clamp(wide(part), clip[i])
+        x = F.rms_norm(rearrange(x, "t (h d) -> t h d", d=d), (d,), w.to(x.dtype), eps)
+        part.copy_((x if i == 2 else rotated(x, rope)).flatten(1))
     return qkv
 
 
@@ -80,12 +71,11 @@ def residual_norm(
 ) -> torch.Tensor:
     """See `fusedvit.kernels.norms.residual_norm`. `max_programs` is not used."""
     rows, shape = int(num_rows), (hidden.shape[1],)
-    wide = hidden.dtype if hidden.dtype == torch.float64 else torch.float32
     if y is not None and weight is not None:
-        x = y[:rows].to(wide) if clip is None else clamp(y[:rows].to(wide), clip)
-        hidden[:rows] = (hidden[:rows] + F.rms_norm(x, shape, weight.to(wide), eps)).to(hidden.dtype)
+        x = wide(y[:rows]) if clip is None else clamp(wide(y[:rows]), clip)
+        hidden[:rows] = (hidden[:rows] + F.rms_norm(x, shape, wide(weight), eps)).to(hidden.dtype)
     if following is not None:
-        x = F.rms_norm(hidden[:rows].to(wide), shape, following.weight.to(wide), eps)
+        x = F.rms_norm(wide(hidden[:rows]), shape, wide(following.weight), eps)
         following.out[:rows] = (x if following.clip is None else clamp(x, following.clip)).to(hidden.dtype)
     return hidden
 
@@ -100,8 +90,8 @@ def pool_rows(
     max_programs: int,
 ) -> torch.Tensor:
     """See `fusedvit.kernels.norms.pool_rows`. `max_programs` is not used."""
-    rows, wide = int(num_rows), x.dtype if x.dtype == torch.float64 else torch.float32
-    y = x[: rows * unit].to(wide).unflatten(0, (rows, unit)).mean(1).to(x.dtype).to(wide) * x.shape[1] ** 0.5
+    rows = int(num_rows)
+    y = wide(wide(x[: rows * unit]).unflatten(0, (rows, unit)).mean(1).to(x.dtype)) * x.shape[1] ** 0.5
     if bias is not None and scale is not None:
         y = (y - bias) * scale
     out[:rows] = y.to(out.dtype)
