@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, ParamSpec, TypeVar
 
+from fusedvit.errors import shown
 from fusedvit.graphs.limits import MOST, check_limits
 
 Given = ParamSpec("Given")
@@ -55,7 +56,7 @@ class FuseConfig:
     def __post_init__(self) -> None:
         for name in ("graphs", "strict", "watch_data"):
             if type(getattr(self, name)) is not bool:
-                raise TypeError(f"fusedvit: {name} must be True or False, got {getattr(self, name)!r}")
+                raise TypeError(f"fusedvit: {name} must be True or False, got {shown(getattr(self, name))}")
         _check_compile(self.compile)
         _check_memory(self.memory)
         if self.memory is not None and self.token_budgets is not None:
@@ -86,7 +87,7 @@ def takes_config(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
     @functools.wraps(function)
     def checked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        options = ", ".join(f"{name}={value!r}" for name, value in kwargs.items() if name in OPTIONS)
+        options = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items() if name in OPTIONS)
         if options:
             raise TypeError(f"fusedvit: options are given as config=FuseConfig({options}), got {options}")
         return function(*args, **kwargs)
@@ -97,16 +98,16 @@ def takes_config(function: Callable[Given, Result]) -> Callable[Given, Result]:
 def _check_compile(compile: str) -> None:
     expected = " or ".join(map(repr, COMPILE))
     if not isinstance(compile, str):
-        raise TypeError(f"fusedvit: compile must be {expected}, got {compile!r}")
+        raise TypeError(f"fusedvit: compile must be {expected}, got {shown(compile)}")
     if compile not in COMPILE:
-        raise ValueError(f"fusedvit: compile must be {expected}, got {compile!r}")
+        raise ValueError(f"fusedvit: compile must be {expected}, got {shown(compile)}")
 
 
 def _check_memory(memory: str | int | None) -> None:
     if memory is None or (isinstance(memory, str) and memory == SMALL):
         return
     if type(memory) is not int:
-        said = f"fusedvit: memory must be {SMALL!r}, a whole number of MiB or None, got {memory!r}"
+        said = f"fusedvit: memory must be {SMALL!r}, a whole number of MiB or None, got {shown(memory)}"
         raise ValueError(said) if isinstance(memory, str) else TypeError(said)
     if memory < 1:
         raise ValueError(f"fusedvit: memory must be at least 1 MiB, got {memory}")

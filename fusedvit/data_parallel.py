@@ -13,14 +13,14 @@ from fusedvit.api import call_original, fuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.checks.forward_hooks import marks_for_gradients
 from fusedvit.config import FuseConfig, takes_config
-from fusedvit.errors import Reason, first_line
+from fusedvit.errors import Reason, first_line, shown
 from fusedvit.forks import is_held, renew_in_children
 from fusedvit.fused_encoder import FusedEncoder, rows_of_record
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs.gradients import with_gradients
 from fusedvit.outputs.hugging_face import side_by_side
-from fusedvit.runtime.inputs import Grid, check_grid
+from fusedvit.runtime.inputs import Grid, check_grid, iterated
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
 from fusedvit.runtime.runner import on_device
 from fusedvit.tower_copies import Outcome, TowerCopy, stream_on
@@ -118,10 +118,11 @@ class DataParallelEncoder:
             RuntimeError, TypeError, ValueError: as `FusedEncoder.warmup`.
         """
         copies = self._copies
-        if calls is None or not isinstance(calls, Iterable):
-            grids: list[Any] = [calls] * (1 + len(copies))
+        if calls is None:
+            grids: list[Any] = [None] * (1 + len(copies))
         else:
-            grids = _by_device([check_grid(grid).cpu() for grid in calls], self._handle.spec, 1 + len(copies))
+            checked = [check_grid(grid).cpu() for grid in iterated(calls)]
+            grids = _by_device(checked, self._handle.spec, 1 + len(copies))
         self._handle.warmup(calls=grids[0])  # first: it raises if the tower cannot run fused
         begun = self._begin(copies, [(copied.warm_up, each) for copied, each in zip(copies, grids[1:], strict=True)])
         if begun is not None:
@@ -286,19 +287,19 @@ def _by_device(calls: list[torch.Tensor], spec: VisionSpec, parts: int) -> list[
 def _devices_of(given: Sequence[str | torch.device]) -> list[torch.device]:
     expected = "devices must name at least one device, as ['cuda:0', 'cuda:1'] does"
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise TypeError(f"fusedvit: {expected}, got {given!r}")
+        raise TypeError(f"fusedvit: {expected}, got {shown(given)}")
     if not given:
-        raise ValueError(f"fusedvit: {expected}, got {given!r}")
+        raise ValueError(f"fusedvit: {expected}, got {shown(given)}")
     return [_device_of(name) for name in given]
 
 
 def _device_of(name: str | torch.device) -> torch.device:
     if not isinstance(name, str | torch.device):
-        raise TypeError(f"fusedvit: devices must hold names of devices, as 'cuda:0', got {name!r}")
+        raise TypeError(f"fusedvit: devices must hold names of devices, as 'cuda:0', got {shown(name)}")
     try:
         found = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, TypeError) as error:  # torch raises these for devices that it does not have
-        raise ValueError(f"fusedvit: devices: no device {name!r} here: {first_line(error)}") from None
+        raise ValueError(f"fusedvit: devices: no device {shown(name)} here: {first_line(error)}") from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"fusedvit: devices must be CPUs and NVIDIA GPUs, got {str(name)!r}")
     return found

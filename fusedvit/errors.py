@@ -131,6 +131,15 @@ def first_line(error: BaseException) -> str:
     return " ".join(unnamed(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
 
 
+def shown(value: object) -> str:
+    """A wrong value for messages: as `repr` writes it, if that is one line of at most 80 characters, else its type."""
+    try:
+        said = repr(value)
+    except Exception:  # of somebody's class, or a number with more digits than Python writes
+        said = ""
+    return said if said and len(said) <= 80 and "\n" not in said else type(value).__name__
+
+
 def from_json(text: str | bytes) -> Any:
     """What `text` says, as `json.loads`, which raises RecursionError for some texts.
 

@@ -33,7 +33,7 @@ from fusedvit.prepared_tower import CannotPrepare, PreparedTower, Progress
 from fusedvit.runtime import speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.compile_service import service_of
-from fusedvit.runtime.inputs import Grid, items_of_grid
+from fusedvit.runtime.inputs import Grid, items_of_grid, iterated
 from fusedvit.runtime.kernel_loader import collect_garbage
 from fusedvit.runtime.runner import on_device
 from fusedvit.stats import Stats, compiles, describe, describe_ended, logger, of_graphs
@@ -251,7 +251,11 @@ class FusedEncoder:
         """
         paused = self._pause.lasts() if pauses else None
         found = (
-            bypass(self.tower) or transforms.active(None) or paused or (self._judge_sharded and self._judge_sharded())
+            bypass(self.tower)
+            or transforms.active(None)
+            or fallback.reason_of_global_hooks()
+            or paused
+            or (self._judge_sharded and self._judge_sharded())
         )
         if found is not None:
             return found
@@ -287,10 +291,9 @@ class FusedEncoder:
             TypeError, ValueError: one of `calls` is not a grid.
         """
         self._live_tower()
-        if calls is not None and not isinstance(calls, Iterable):
-            raise TypeError(f"fusedvit: calls must be an iterable of grid_thw, got {type(calls).__name__}")
+        grids = None if calls is None else iterated(calls)
         self._pause.end()
-        wanted = None if calls is None else [items_of_grid(grid, self.spec.merge_size) for grid in calls]
+        wanted = None if grids is None else [items_of_grid(grid, self.spec.merge_size) for grid in grids]
         with on_device(self.weights.first_parameter().device), self._preparing():
             self.prepared.warm_up(progress, wanted)
 

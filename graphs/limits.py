@@ -131,7 +131,7 @@ def _sizes(smallest: int, end: int) -> Iterator[int]:
 
 
 def _check_budgets(token_budgets: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(token_budgets, Sequence) or isinstance(token_budgets, str | bytes):
+    if not isinstance(token_budgets, Sequence) or isinstance(token_budgets, str | bytes | bytearray):
         raise TypeError(f"fusedvit: token_budgets must be a sequence of ints, got {type(token_budgets).__name__}")
     if not token_budgets:
         raise ValueError("fusedvit: token_budgets must name at least one budget, got none")

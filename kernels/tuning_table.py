@@ -82,8 +82,11 @@ def file_name(gpu: str) -> str:
 
 
 def user_folder() -> Path:
-    """Where the user's own tables lie: `$XDG_CACHE_HOME/fusedvit/tuned`, under ~/.cache without it."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    """Where the user's own tables lie: `$XDG_CACHE_HOME/fusedvit/tuned`, under ~/.cache without it.
+
+    A user without a home (a number, without HOME) has them under a folder named "~", as Triton has its cache.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "fusedvit" / "tuned"
 
 

@@ -9,7 +9,7 @@ import dis
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -173,7 +173,7 @@ def _hands_on(function: FunctionType) -> bool:
 
 def _names_given(function: FunctionType) -> set[str]:
     """Required parameters of `function`, and strings that could be keywords of calls in its body."""
-    return _required(function) | _strings_in(function.__code__.co_consts)
+    return _required(function) | _strings_in(function.__code__)
 
 
 def _required(function: FunctionType) -> set[str]:
@@ -195,18 +195,40 @@ def _names_called(code: CodeType) -> set[str]:
 
 
 def _names_in(function: FunctionType) -> set[str]:
-    """Parameters and string constants that could name an argument."""
+    """String constants that could name an argument, and parameters, unless `function` gets the arguments as a mapping
+    alone."""
     code = function.__code__
-    return {*_parameters(code)} | _strings_in(code.co_consts) | _strings_in(function.__defaults__ or ())
+    parameters = _parameters(code) if code.co_flags & inspect.CO_VARKEYWORDS else ()
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    return {*parameters} | _strings_in(code) | _identifiers(defaults)
 
 
-def _strings_in(constants: tuple[Any, ...]) -> set[str]:
+def _strings_in(code: CodeType) -> set[str]:
+    """Constants of `code` that could name an argument, except names that it writes itself in calls without `**kwargs`:
+    no caller's argument gets there."""
+    skipped = _keywords(code)
+    return _identifiers(value for index, value in enumerate(code.co_consts) if index not in skipped)
+
+
+def _identifiers(constants: Iterable[Any]) -> set[str]:
     found: set[str] = set()
     for value in constants:
         if isinstance(value, str) and value.isidentifier():
             found.add(value)
-        elif isinstance(value, tuple):
-            found |= _strings_in(value)
+        elif isinstance(value, tuple | frozenset):
+            found |= _identifiers(value)
         elif isinstance(value, CodeType):
-            found |= _strings_in(value.co_consts)
+            found |= _strings_in(value)
     return found
+
+
+def _keywords(code: CodeType) -> set[int]:
+    """Indices of constants of `code` that only hold the keywords of calls such as `f(a=1)`."""
+    keywords, others = set[int](), set[int]()
+    following = ""
+    for instruction in reversed([*dis.get_instructions(code)]):
+        if instruction.opcode in dis.hasconst and instruction.arg is not None:
+            names = instruction.opname == "KW_NAMES" or following in ("CALL_KW", "CALL_FUNCTION_KW")
+            (keywords if names else others).add(instruction.arg)
+        following = instruction.opname
+    return keywords - others

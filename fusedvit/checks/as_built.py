@@ -20,7 +20,7 @@ from torch import nn
 from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain, dotted
 from fusedvit.checks.own_code.findings import OwnCode
-from fusedvit.checks.ownership import describe, is_of_python, is_own, name_of, own_class
+from fusedvit.checks.ownership import describe, described_call, homes_of, is_of_python, is_own, name_of, own_class
 from fusedvit.checks.source_code import Definition, cells_of, definition_of, wrapped_by
 from fusedvit.errors import OF_ODD_OBJECTS, attempted, unnamed
 from fusedvit.families.base import Family
@@ -137,10 +137,10 @@ def _built(tower: nn.Module) -> Built:
 def _refuse_constructors(tower: nn.Module, engine: Engine = HUGGING_FACE) -> None:
     """Raises ValueError if the constructor of a class in `tower` has been replaced: what the tower is compared with
     comes from it, too."""
-    for home in dict.fromkeys(home for m in tower.modules() for home in own_class(type(m)).__mro__):
-        value = vars(home).get("__init__")
+    for home in dict.fromkeys(home for m in tower.modules() for home in homes_of(own_class(type(m)), "__init__")):
+        value = vars(home)["__init__"]
         expected = Definition(home.__module__, f"{home.__qualname__}.__init__")
-        if value is not None and not is_of_python(home) and definition_of(_inside(value, expected, engine)) != expected:
+        if not is_of_python(home) and definition_of(_inside(value, expected, engine)) != expected:
             raise ValueError(f"{name_of(home)}.__init__ is {describe(value)}")
 
 
@@ -280,7 +280,8 @@ def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) 
             return f"module {path} is missing"
         module = found[path]
         if path in own_forward:
-            return f"{path} has a forward of its own, expected that of {name_of(cls)}"
+            own = described_call(vars(module)["forward"])
+            return f"{path} has a forward of its own, {own}, expected that of {name_of(cls)}"
         if path and type(module) is not cls:
             return _differs(path, name_of(type(module)), name_of(cls))
         if tuple(module._modules) != built.children[path] and isinstance(module, nn.ModuleList | nn.Sequential):

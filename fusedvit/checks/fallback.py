@@ -109,8 +109,9 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
     reason = _reason_of_arguments(module, extra)
     if reason is not None:
         return reason
-    if _global.get("_global_forward_hooks") or _global.get("_global_forward_pre_hooks"):
-        return Reason(HOOKS)
+    reason = reason_of_global_hooks()
+    if reason is not None:
+        return reason
     if torch.is_grad_enabled():
         reason = _reason_of_gradients(module, pixels)
         if reason is not None:
@@ -124,6 +125,14 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
     )
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return Reason(CAPTURING)
+    return None
+
+
+def reason_of_global_hooks() -> Reason | None:
+    """The hook that fires for every module of the process, or None."""
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        if _global.get(name):
+            return Reason(HOOKS, f"on every module, in torch.nn.modules.module.{name}")
     return None
 
 
@@ -165,8 +174,11 @@ def _reason_of_autocast(module: torch.nn.Module) -> Reason | None:
 
 def _reason_of_gradients(module: torch.nn.Module, pixels: object) -> Reason | None:
     taken = isinstance(pixels, torch.Tensor) and pixels.requires_grad
-    if taken or any(p.requires_grad for p in module.parameters()):
-        return Reason(GRADIENTS)
+    if taken:
+        return Reason(GRADIENTS, "pixel_values require them")
+    trained = next((name for name, p in module.named_parameters() if p.requires_grad), None)
+    if trained is not None:
+        return Reason(GRADIENTS, f"parameter {trained} requires them")
     if _is_checkpointed() and marks_for_gradients(module):  # only a marked call saves tensors
         return Reason(GRADIENTS, "a checkpoint that is not reentrant counts the tensors that the call saves")
     return None

@@ -7,6 +7,7 @@ for it under `isinstance`, has its name and code, and may call anything.
 import gc
 import sys
 from functools import lru_cache, partial
+from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
@@ -192,3 +193,12 @@ def described_call(value: Any) -> str:
 
 def _is_class(value: Any) -> TypeGuard[type]:
     return issubclass(type(value), type)
+
+
+def homes_of(cls: type, name: str) -> list[type]:
+    """The classes that define attribute `name` of `cls`, without those that hold the very object that they inherit.
+
+    Who takes a patch back by assignment (`cls.name = old`) leaves such a class, where `old` was inherited.
+    """
+    homes = [c for c in cls.__mro__ if name in vars(c)]
+    return [c for c, inner in pairwise(homes) if vars(c)[name] is not vars(inner)[name]] + homes[-1:]

@@ -13,6 +13,7 @@ from fusedvit.errors import Reason
 
 _plain = torch.Tensor.__torch_dispatch__
 _no_function = torch.nn.Parameter.__torch_function__
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by an older vmap, which leaves the type torch.Tensor
 
 
 def active(pixels: object, grid: object = None) -> Reason | None:
@@ -32,6 +33,8 @@ def active(pixels: object, grid: object = None) -> Reason | None:
         if found is not None:
             return Reason(TRANSFORM, f"the function mode {type(found).__name__}")
     for name, given in ("pixel_values", pixels), ("grid_thw", grid):
+        if isinstance(given, torch.Tensor) and _is_batched(given):
+            return Reason(TRANSFORM, f"{name} is batched by torch._vmap_internals")
         if type(given) is not torch.Tensor and isinstance(given, torch.Tensor) and _sees_operations(type(given)):
             return Reason(TRANSFORM, f"{name} is a {type(given).__name__}, which sees the operations on it")
     return None

@@ -26,7 +26,7 @@ import torch
 
 from fusedvit.bench.ahead_of_time import Matrix, compile_or_fail, jobs_of
 from fusedvit.bench.towers import GEOMETRIES, build_one, family_and_spec
-from fusedvit.children import search_path
+from fusedvit.children import interpreter, search_path
 from fusedvit.cli.console import Step, plain
 from fusedvit.families.base import Family
 from fusedvit.kernels.tile_configs import Target
@@ -122,7 +122,7 @@ class _Worker:
         self._output, self._errors = output, errors
         changed = {"TRITON_INTERPRET": str(int(arguments[0] == "interpret")), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, *arguments, "--parent", str(os.getpid())],
+            [interpreter(), "-m", PROGRAM, *arguments, "--parent", str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,

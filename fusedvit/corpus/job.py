@@ -9,7 +9,6 @@ import json
 import os
 import queue  # as in data_parallel.py
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedvit.checkpoint import default_dtype, device_or_default
-from fusedvit.children import search_path
+from fusedvit.children import interpreter, search_path
 from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.corpus.loading import OUTPUTS
 from fusedvit.corpus.shards import Failed
-from fusedvit.errors import InputError
+from fusedvit.errors import InputError, shown
 from fusedvit.pixels.ahead import started_ahead
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ WORKER = "fusedvit.corpus.worker"
 def check_count(name: str, value: Any) -> None:
     """Raises InputError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name}: a whole number of at least 1 expected, got {value!r}")
+        raise InputError(f"{name}: a whole number of at least 1 expected, got {shown(value)}")
 
 
 def _as_text(name: Any) -> Any:
@@ -82,20 +81,20 @@ class Job:
     def check(self) -> None:
         """Raises InputError for an invalid option."""
         if not isinstance(self.given, tuple):
-            raise InputError(f"given: several folders, files, lists or tables expected, got {self.given!r}")
+            raise InputError(f"given: several folders, files, lists or tables expected, got {shown(self.given)}")
         for name, values in (("model", (self.model,)), ("given", self.given), ("out", (self.out,))):
             for value in values:
                 if not isinstance(value, str) or not value:
-                    raise InputError(f"{name}: a path or name expected, got {value!r}")
+                    raise InputError(f"{name}: a path or name expected, got {shown(value)}")
         try:
             self.out.encode()
         except UnicodeEncodeError:  # Python holds bytes that are not UTF-8 as surrogates
             expected = "a folder whose path is UTF-8 expected, as pyarrow and safetensors open no other"
             raise InputError(f"out: {expected}, got {self.out}") from None
         if self.output not in OUTPUTS:
-            raise InputError(f"output: one of {', '.join(OUTPUTS)} expected, got {self.output!r}")
+            raise InputError(f"output: one of {', '.join(OUTPUTS)} expected, got {shown(self.output)}")
         if not isinstance(self.deepstack, bool):
-            raise InputError(f"deepstack: True or False expected, got {self.deepstack!r}")
+            raise InputError(f"deepstack: True or False expected, got {shown(self.deepstack)}")
         check_count("shard_size", self.shard_size)
 
     def document(self, inputs: Sequence[Input], dtype: torch.dtype) -> dict[str, Any]:
@@ -345,7 +344,7 @@ def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Calla
 
 def _started(job: Job, gpu: int) -> "subprocess.Popen[str]":
     environment = os.environ | search_path() | {"CUDA_VISIBLE_DEVICES": _visible(gpu)}
-    command = [sys.executable, "-m", WORKER, json.dumps(asdict(job))]
+    command = [interpreter(), "-m", WORKER, json.dumps(asdict(job))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 

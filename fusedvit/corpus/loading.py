@@ -9,7 +9,7 @@ from torch import nn
 
 from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
-from fusedvit.errors import InputError, as_input_error, first_line
+from fusedvit.errors import InputError, as_input_error, first_line, shown
 from fusedvit.pixels import media
 from fusedvit.pixels.arguments import usable_device
 from fusedvit.pixels.processors import PARTS
@@ -36,7 +36,7 @@ def check_model(model: Any, processor: Any, encode: Any) -> None:
 def check_options(output: Any, deepstack: Any, threads: Any, limits: Any, config: Any) -> None:
     """Raises ValueError or TypeError for an invalid option."""
     if output not in OUTPUTS:
-        raise ValueError(f"fusedvit: output must be one of {OUTPUTS}, got {output!r}")
+        raise ValueError(f"fusedvit: output must be one of {OUTPUTS}, got {shown(output)}")
     if not isinstance(deepstack, bool):
         raise _wrong("deepstack", "True or False", deepstack)
     media.check_options("raise", limits, threads, called=False)

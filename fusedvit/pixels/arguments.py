@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from fusedvit.errors import shown
+
 DEVICES = "'cpu', 'cuda' or 'cuda:N'"
 
 
@@ -12,7 +14,7 @@ def device_named(device: Any) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"fusedvit: device must be {DEVICES}, got {device!r}") from None
+        raise ValueError(f"fusedvit: device must be {DEVICES}, got {shown(device)}") from None
     except TypeError:
         raise TypeError(f"fusedvit: device must be {DEVICES}, got {type(device).__name__}") from None
     if found.type == "cuda" and (found.index or 0) >= _gpus():

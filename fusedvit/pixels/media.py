@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedvit.cores import available_cores
-from fusedvit.errors import PREFIX, InputError, first_line, is_of_handler, unnamed
+from fusedvit.errors import PREFIX, InputError, first_line, is_of_handler, shown, unnamed
 from fusedvit.model.normalization import check_counts
 from fusedvit.pixels.ahead import submitted
 from fusedvit.pixels.containers import missing_bytes
@@ -198,7 +198,7 @@ def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
     """
     if not (called and callable(errors)) and errors not in ERRORS:
         wrong = ValueError if isinstance(errors, str) else TypeError
-        raise wrong(f"fusedvit: errors must be one of {ERRORS}{' or callable' if called else ''}, got {errors!r}")
+        raise wrong(f"fusedvit: errors must be one of {ERRORS}{' or callable' if called else ''}, got {shown(errors)}")
     if not isinstance(limits, Limits | None):
         raise TypeError(f"fusedvit: limits must be Limits or None, got {type(limits).__name__}")
     if threads is not None:

@@ -18,7 +18,6 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,8 +31,8 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.nvidia.compiler import CUDAOptions
 
-from fusedvit.children import absolute, search_path
-from fusedvit.errors import is_of_handler
+from fusedvit.children import absolute, interpreter, search_path
+from fusedvit.errors import InputError, is_of_handler, unnamed
 from fusedvit.kernels.launch import KernelJob, private_cache
 
 logger = logging.getLogger("fusedvit")
@@ -209,11 +208,11 @@ class CompileService:
 
     def _start(self) -> None:
         self._starts += 1
-        if not sys.executable:
-            self.give_up("Python does not say where its own program is: sys.executable is empty")
-            return
         try:
             process = self._program()
+        except InputError as error:
+            self.give_up(unnamed(error))
+            return
         except OSError as error:
             if is_of_handler(error):
                 raise
@@ -230,14 +229,16 @@ class CompileService:
             self._send(request)
 
     def _program(self) -> "subprocess.Popen[bytes]":
-        """Starts the program; `stdout` of what is returned has its answers. Raises OSError."""
+        """Starts the program; `stdout` of what is returned has its answers. Raises OSError, and InputError if there is
+        no interpreter to run it."""
+        python = interpreter()
         if not os.path.isdir(self._scratch):  # not made yet, or removed: systems clear /tmp of what is old
             self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
         ours, theirs = _ends()  # not its standard output: what is imported there may print
         with theirs, contextlib.ExitStack() as undo:
             answers = undo.enter_context(ours)
             process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs.fileno())],
+                [python, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """Checks the caller's input before anything is launched."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -292,6 +292,14 @@ def _items_or_reason(rows: list[list[int]], patches: int, spec: VisionSpec) -> l
     if len(frames) > len(items) or all(f[1:] == item[1:] for f, item in zip(frames, items, strict=False)):
         return items
     return Reason(EMPTY_ITEMS, f"grid_thw[{next(i for i, item in enumerate(items) if not item.t)}]")
+
+
+def iterated(calls: Iterable[Grid]) -> Iterator[Grid]:
+    """`iter(calls)`. Raises TypeError where there is nothing to iterate, as in a tensor without dimensions."""
+    try:
+        return iter(calls)
+    except TypeError:
+        raise TypeError(f"fusedvit: calls must be an iterable of grid_thw, got {type(calls).__name__}") from None
 
 
 def items_of_grid(grid_thw: Grid, merge_size: int) -> list[Item]:

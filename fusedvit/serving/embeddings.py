@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fusedvit.errors import shown
 from fusedvit.runtime.inputs import items_of_grid
 
 
@@ -75,14 +76,14 @@ class VisionEmbeddings:
         if timestamps is None:
             return {modality: found}
         if modality != "video":
-            raise ValueError(f"fusedvit: timestamps are for modality 'video', got them for {modality!r}")
+            raise ValueError(f"fusedvit: timestamps are for modality 'video', got them for {shown(modality)}")
         try:
             times = [list(item) for item in timestamps]
         except TypeError:
-            raise TypeError(f"fusedvit: timestamps must be a list for each item, got {timestamps!r}") from None
+            raise TypeError(f"fusedvit: timestamps must be a list for each item, got {shown(timestamps)}") from None
         odd = next((t for item in times for t in item if not isinstance(t, int | float)), None)
         if odd is not None:
-            raise TypeError(f"fusedvit: timestamps must be seconds, got {odd!r}")
+            raise TypeError(f"fusedvit: timestamps must be seconds, got {shown(odd)}")
         frames, got = self.grid_thw[:, 0].tolist(), list(map(len, times))
         if got != frames:
             raise ValueError(f"fusedvit: timestamps must be {frames} for these items, one a frame, got {got}")
@@ -121,11 +122,11 @@ class VisionEmbeddings:
 
 def _check_whole(name: str, given: object, least: int) -> None:
     if type(given) is not int:
-        raise TypeError(f"fusedvit: {name} must be an integer, got {given!r}")
+        raise TypeError(f"fusedvit: {name} must be an integer, got {shown(given)}")
     if given < least:
         raise ValueError(f"fusedvit: {name} must be {least} or more, got {given}")
 
 
 def _check_modality(modality: str) -> None:
     if modality not in ("image", "video"):
-        raise ValueError(f"fusedvit: modality must be 'image' or 'video', got {modality!r}")
+        raise ValueError(f"fusedvit: modality must be 'image' or 'video', got {shown(modality)}")

@@ -25,7 +25,7 @@ from fusedvit.corpus.embedder import Embedder, embedder_of
 from fusedvit.corpus.inputs import Input, sources
 from fusedvit.corpus.job import Job, begun, check_count
 from fusedvit.corpus.loading import processors_of
-from fusedvit.errors import InputError, UnsupportedModel, first_line
+from fusedvit.errors import InputError, UnsupportedModel, first_line, shown
 from fusedvit.pixels.media import Media, MediaError, Source, VideoFacts, load_one
 from fusedvit.pixels.streaming import frames_of
 
@@ -62,7 +62,7 @@ def embed(
     check_count("actors", actors)
     check_count("decoders", decoders)
     if not (isinstance(gpus, int | float) and (0 <= gpus <= 1 or (gpus > 1 and gpus == int(gpus)))):
-        raise InputError(f"gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got {gpus!r}")
+        raise InputError(f"gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got {shown(gpus)}")
     job.check()
     _absolute(job).check()  # with the paths that actors get
     found: list[Row] = []

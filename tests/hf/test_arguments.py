@@ -42,6 +42,7 @@ PARENTS: list[dict[str, Any]] = [
     {"cu_seqlens": None, "position_ids": None},
     {"output_attentions": False, "output_hidden_states": None},
     {"past_key_values": None, "position_bias": None, "vision_feature_layer": None, "sliding_window": None},
+    {"training": True, "dtype": torch.float32, "device": "cpu"},  # keywords of calls inside, and of helpers
     {"mm_token_type_ids": torch.zeros(3), "return_loss": True, "seq_idx": 4},
 ]
 

@@ -371,3 +371,20 @@ def test_arguments_that_would_be_given_twice(name: str) -> None:
         expected, found = (outcome(call.run, t, **{argument: None}) for t in (original, tower))
         assert_alike(found, expected)
         assert not isinstance(expected, Exception) or str(found) == str(expected), argument
+
+
+@pytest.mark.parametrize("pre", [False, True], ids=["forward", "pre"])
+def test_a_hook_on_every_module_is_named(pre: bool) -> None:
+    """Also by who asks the handle, which must not say that the tower runs fused."""
+    tower, handle, call = fused_tower()
+    register = "register_module_forward_pre_hook" if pre else "register_module_forward_hook"
+    hook = getattr(nn.modules.module, register)(lambda *given: None)
+    try:
+        call.run(tower)
+        reason = handle.reason()
+        assert reason is not None and reason.kind == fallback.HOOKS and "on every module" in reason.detail
+        assert handle.stats()["details"][fallback.HOOKS] == reason.detail
+        assert str(reason) in repr(handle) and ": original code: hooks" in handle.report()
+    finally:
+        hook.remove()
+    assert handle.reason() is None

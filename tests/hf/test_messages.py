@@ -183,6 +183,7 @@ class Empty(nn.Module):
         (lambda _: fusedvit.fuse(tiny_tower(num_heads=16)), fusedvit.UnsupportedModel),
         (lambda handle: handle.warmup(5), TypeError),
         (lambda handle: handle.warmup(calls=5), TypeError),
+        (lambda handle: handle.warmup(calls=torch.tensor(64)), TypeError),
         (lambda handle: handle.warmup(calls=[5]), TypeError),
         (lambda handle: handle.warmup(calls=[[(1, 3, 3)]]), ValueError),
         (lambda handle: check_grid([[2**70, 4, 4]]), ValueError),
@@ -190,6 +191,7 @@ class Empty(nn.Module):
         (lambda _: fusedvit.FuseConfig(memory=1.5), TypeError),
         (lambda _: fusedvit.FuseConfig(compile="later"), ValueError),
         (lambda _: fusedvit.FuseConfig(token_budgets=()), ValueError),
+        (lambda _: fusedvit.FuseConfig(token_budgets=bytearray(b"a")), TypeError),
         (lambda _: fusedvit.FuseConfig(token_budgets=(4, 2)), ValueError),
         (lambda _: fusedvit.FuseConfig(memory=1, token_budgets=(4,)), ValueError),
         (lambda _: fusedvit.FuseConfig(max_items=0), ValueError),
@@ -215,6 +217,26 @@ def test_the_seam_names_an_argument_of_another_type(name: str) -> None:
     assert type(tower).__name__ == "Qwen3VLVisionModel" and "_fusedvit" not in vars(tower)
     with pytest.raises(TypeError, match="^fusedvit: handle must be a FusedEncoder, got int$"):
         fuse_sharded(tower, 5, max)  # type: ignore[arg-type]
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise KeyError(self)
+
+
+@pytest.mark.parametrize("value", [tiny_tower(), [0] * 100_000, "x" * 100_000, Unwritable()], ids=type)
+def test_large_and_odd_values_are_shown_by_their_type(value: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: fusedvit.FuseConfig(strict=value),
+        lambda: fusedvit.FuseConfig(compile=value),
+        lambda: fusedvit.FuseConfig(memory=value),
+        lambda: fusedvit.fuse(tiny_tower(), compile=value),
+        lambda: fusedvit.DataParallelEncoder(tiny_tower(), [value]),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match=f"^fusedvit: .*{type(value).__name__}") as raised:
+            call()
+        assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize("refused", ["forward", "processor", "option"])

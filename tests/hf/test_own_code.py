@@ -791,6 +791,26 @@ def test_a_constructor_that_transformers_has_wrapped(monkeypatch: pytest.MonkeyP
     Call.of(tower, GRIDS["video"]).run(tower)
 
 
+@pytest.mark.parametrize("name", ["__call__", "_call_impl", "__getattr__", "__init__"])
+def test_an_inherited_method_that_somebody_has_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By assignment, as training libraries do: the class then holds what it inherits."""
+    monkeypatch.setattr(as_built, "_kept", {})
+    tower, handle, call, original = fused_and_original()
+    cls = type(tower.blocks[0]).__mro__[1]
+    old = getattr(cls, name)
+    assert name not in vars(cls)
+    with mock.patch.object(cls, name, old, create=True):
+        setattr(cls, name, lambda *args, **kwargs: old(*args, **kwargs))
+        call.run(tower)
+        assert "replaced" in str(handle.reason()) or "builds no such tower" in str(handle.reason())
+        setattr(cls, name, old)
+        assert handle.reason() is None
+        assert_same(call.run(tower), call.run(original))
+    call.run(tower)
+    stats = handle.stats()
+    assert (stats["fused"], sum(stats["original"].values())) == (2, 1)
+
+
 def other_constructor(patch: pytest.MonkeyPatch, tower: Any) -> None:
     cls = type(tower.blocks[0].attn)
     old = cls.__init__

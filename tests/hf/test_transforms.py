@@ -205,6 +205,17 @@ def test_a_reason_names_the_transform() -> None:
             transform(tower, call)
 
 
+@pytest.mark.parametrize("name", BY_GRID[:2])
+def test_a_batch_of_the_older_vmap(name: str) -> None:
+    """Its tensors are of the plain type, and have no memory."""
+    tower, handle, call, original = fused_and_original(family_tower(name), SMALL)
+    given = torch.stack([call.pixels, 2 * call.pixels])
+    found, expected = (torch._vmap_internals._vmap(rows(t, call))(given) for t in (tower, original))
+    torch.testing.assert_close(found, expected)
+    ran_original(handle, fallback.TRANSFORM)
+    assert "pixel_values is batched" in handle.report()
+
+
 class Shifted(TorchDispatchMode):
     """Changes what is copied, as weights are while they are prepared."""
 

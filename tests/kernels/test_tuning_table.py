@@ -303,3 +303,13 @@ def test_writing_drops_entries_of_other_versions(tmp_path: Path, caplog: pytest.
     path = write(tmp_path, {"passport": {"gpu": "NVIDIA H200", "sources": {}}, "entries": old})
     tuning_table.write(path, passport, [timed(128, 4.0)])
     assert written(path) == [(128, 4.0)] and "replaced" in caplog.text, "a table of another format"
+
+
+def test_a_user_without_a_home(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number without an entry among the users, and without HOME: the shipped tables are read all the same."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    write(folders[1], document(entry()))
+    assert tuning_table.user_folder() == Path("~/.cache/fusedvit/tuned")
+    assert tuning_table.table_for(H200).entries

@@ -140,17 +140,21 @@ class Registry(dict[str, Any]):
 # code
 
 
+def _own(function: str) -> str:
+    return f"a forward of its own, {__name__}.{function}.<locals>.<lambda>"
+
+
 @change(f"blocks.1.attn.qkv is {__name__}.Doubled, expected {_TORCH}.linear.Linear")
 def subclass_of_linear(tower: Tower) -> None:
     tower.blocks[1].attn.qkv.__class__ = Doubled
 
 
-@change(f"blocks.1.norm1 has a forward of its own, expected that of {_TORCH}.normalization.LayerNorm")
+@change(f"blocks.1.norm1 has {_own('forward_of_a_norm')}, expected that of {_TORCH}.normalization.LayerNorm")
 def forward_of_a_norm(tower: Tower) -> None:
     tower.blocks[1].norm1.forward = lambda x: x
 
 
-@change(f"blocks.1.mlp has a forward of its own, expected that of {_QWEN3}.Qwen3VLVisionMLP")
+@change(f"blocks.1.mlp has {_own('forward_of_an_mlp')}, expected that of {_QWEN3}.Qwen3VLVisionMLP")
 def forward_of_an_mlp(tower: Tower) -> None:
     tower.blocks[1].mlp.forward = lambda x: x
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -330,10 +331,11 @@ def test_no_room_for_another_process(tmp_path: Path) -> None:
     assert worker.waiting == {"digest": kernel} and kernel.since > time.monotonic()
 
 
-@pytest.mark.parametrize("executable", [None, ""])
-def test_a_python_that_does_not_know_its_program(executable: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One within another application."""
-    monkeypatch.setattr(sys, "executable", executable)
+def test_an_application_with_python_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not started as the program, which would run the application again, and that would start the next one."""
+    monkeypatch.setattr(sys, "executable", "/srv/app/app/python-app")
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(spawn, "get_executable", lambda: b"/srv/app/app/python-app")
     service = CompileService()
     service.start_early()
     with service.changed:

@@ -12,6 +12,7 @@ from fusedvit.checks.own_code.torch_names import TorchNames
 from fusedvit.checks.ownership import (
     describe,
     held_function,
+    homes_of,
     is_builtin,
     is_foreign_name,
     is_foreign_object,
@@ -88,7 +89,7 @@ class CodeWalk:
 
     def _home_of(self, cls: type, name: str) -> type | None:
         """The class that defines method `name` of `cls`; None if the method need not be followed."""
-        homes = [c for c in cls.__mro__ if name in vars(c)]
+        homes = homes_of(cls, name)
         if len(homes) > 1 and _passes_on(vars(homes[0])[name], vars(homes[1])[name]):
             self.found.keep(vars(homes[0])[name])
             del homes[0]
