@@ -24,7 +24,7 @@ RESULTS = ROOT / "bench" / "results"
 BENCH_H100 = "h100-bench.json"
 BENCH, KERNELS = "h200-bench.json", "h200-kernels.json"
 PIXELS, EMBED = "h100-pixels.json", "h100-embed.json"
-FIRST_CALL, FIRST_CALL_H200 = "h100-first-call.json", "h200-first-call.json"
+FIRST_CALL = "h100-first-call.json", "h200-first-call.json", "h200-first-call-triton-3.9.json"
 TWO_GPUS_EMBED = "h100-two-gpus-embed.json"
 RANKS_H200 = "h200-ranks-weights.json", "h200-ranks-data.json"
 RANKS_H100 = "h100-ranks-weights.json", "h100-ranks-data.json"
@@ -111,7 +111,7 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
         ),
     ),
     "embed": (((EMBED,), _embed), ((TWO_GPUS_EMBED,), _embed)),
-    "first-call": (((FIRST_CALL,), _first_call), ((FIRST_CALL_H200,), _first_call)),
+    "first-call": tuple(((document,), _first_call) for document in FIRST_CALL),
     "vllm": (((VLLM,), lambda found: tables.vllm_table(found["workloads"])),),
     "vllm-h200": (((VLLM_H200,), lambda found: tables.vllm_table(found["workloads"])),),
     "vllm-ranks": ((RANKS_H200, _ranks), (RANKS_H100, _ranks)),
