@@ -116,7 +116,10 @@ class CapturedEncoder:
 
     # what is captured
 
-    def run(self, budget: int, rehearsal: bool = False) -> None:
+    def run(self, budget: int) -> None:
+        self._encode(budget)
+
+    def _encode(self, budget: int, rehearsal: bool = False) -> None:
         with torch.no_grad():
             while True:
                 try:
@@ -138,7 +141,7 @@ class CapturedEncoder:
         self._rehearse_loads(budget, [[1, side, side]], unit)
         if self._spec.padded:
             rehearse_padded(self._spec, self._ops, self._dtype, self._device)
-        self.run(budget, rehearsal=True)
+        self._encode(budget, rehearsal=True)
         rows = unit if self._spec.returns_hidden else 0
         hidden, *merged = [t.new_empty(t.shape) for t in (part.hidden[:rows], *(plane[:1] for plane in part.merged))]
         self.store(budget, EncoderOutputs(hidden, tuple(merged)))
