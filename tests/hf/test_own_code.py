@@ -796,9 +796,8 @@ def test_an_inherited_method_that_somebody_has_put_back(name: str, monkeypatch: 
     """By assignment, as training libraries do: the class then holds what it inherits."""
     monkeypatch.setattr(as_built, "_kept", {})
     tower, handle, call, original = fused_and_original()
-    cls = type(tower.blocks[0]).__mro__[1]
+    cls = next(c for c in type(tower.blocks[0]).__mro__ if name not in vars(c))
     old = getattr(cls, name)
-    assert name not in vars(cls)
     with mock.patch.object(cls, name, old, create=True):
         setattr(cls, name, lambda *args, **kwargs: old(*args, **kwargs))
         call.run(tower)
