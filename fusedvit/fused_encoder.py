@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from triton.runtime.cache import triton_key
 
 from fusedvit.calls.attempts import Attempts
 from fusedvit.checks import fallback, transforms
@@ -32,7 +31,7 @@ from fusedvit.pixels.folded_normalizations import FoldedNormalizations
 from fusedvit.prepared_tower import CannotPrepare, PreparedTower, Progress
 from fusedvit.runtime import speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs
-from fusedvit.runtime.compile_service import service_of
+from fusedvit.runtime.compile_service import hash_compiler, service_of
 from fusedvit.runtime.inputs import Grid, items_of_grid, iterated
 from fusedvit.runtime.kernel_loader import collect_garbage
 from fusedvit.runtime.runner import on_device
@@ -498,10 +497,13 @@ class FusedEncoder:
 
     def check_early(self) -> None:
         """For a tower on a GPU, does host work now that would cost the first call 0.3 to 0.8 s: reads the code that the
-        tower runs, hashes Triton's code if Triton's cache holds kernels, and collects garbage."""
+        tower runs, hashes Triton's code (in a thread if Triton's cache is empty), and collects garbage."""
         if self.weights.first_parameter().device.type == "cuda" and self.config.compile == "background":
-            if service_of(os.getpid()).is_idle_with_cache():  # otherwise the first call does not wait for the key
-                triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.4 s, 1 s from a cold disk
+            service = service_of(os.getpid())
+            if service.is_idle_with_cache():
+                hash_compiler()
+            else:
+                service.hash_early()
             self._source().reason()  # keeps what it finds out about code for the first call
             collect_garbage()
 

@@ -29,10 +29,12 @@ from typing import IO, Any
 
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
-from triton.backends.nvidia.compiler import CUDAOptions
+from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas_version
+from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 from fusedvit.children import absolute, interpreter, search_path
-from fusedvit.errors import InputError, is_of_handler, unnamed
+from fusedvit.errors import InputError, attempted, is_of_handler, unnamed
 from fusedvit.kernels.launch import KernelJob, private_cache
 
 logger = logging.getLogger("fusedvit")
@@ -95,7 +97,20 @@ class CompileService:
         self._starts = 0
         self._users = 0
         self._owner = os.getpid()
+        self._hashing: threading.Thread | None = None
         atexit.register(self.stop)
+
+    def hash_early(self) -> None:
+        """Begins `hash_compiler` in a thread, the first time only: the first call does not wait for keys, but whoever
+        finds out which kernels it lacks does."""
+        with self.changed:
+            if self._hashing is None and not self.broken and not self.ending.is_set():
+                self._hashing = self.thread(hash_compiler, "fusedvit-key")
+
+    def wait_for_hash(self) -> None:
+        """Waits for what `hash_early` began."""
+        if self._hashing is not None:
+            self._hashing.join()
 
     def start_early(self) -> None:
         """Starts the program if Triton's cache is empty: its imports take about as long as finding out what is
@@ -107,6 +122,7 @@ class CompileService:
             if time.monotonic() >= self._again:
                 self.broken, self._again, self._starts = "", math.inf, 0
             if self._process is None and not self.broken and not self.ending.is_set() and _cache_is_empty():
+                self.hash_early()
                 self._start()
 
     def is_idle_with_cache(self) -> bool:
@@ -385,6 +401,13 @@ def _cache_is_empty() -> bool:
         if is_of_handler(error):
             raise
         return True
+
+
+def hash_compiler() -> None:
+    """Computes what the key of every kernel begins with, and Triton keeps: a hash of Triton's files, and the version of
+    ptxas. The first time it takes 0.5 s, 1 s from a cold disk. Whatever fails fails again where a key is needed."""
+    attempted(triton_key)
+    attempted(lambda: get_ptxas_version(driver.active.get_current_target().arch))
 
 
 @cache

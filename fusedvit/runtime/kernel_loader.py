@@ -401,6 +401,7 @@ class KernelLoader:
         nothing known, if the weights were given back or the process ends."""
         weights, service, missing = self._weights(), self._service, set[str]()
         enter_kernels(self._device)  # again, where Triton's cache is another folder by now
+        service.wait_for_hash()
         pause: Callable[[], None] = partial(self._pause, REST if order < ASKED_FOR else 2 * REST)
         try:
             with (

@@ -3,60 +3,70 @@
 import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from fusedvit.kernels.fingerprint import GROUP, SAMPLES, FingerprintSources
 
 _GOLDEN = 0x9E3779B9
+_WORD = np.uint32  # products and sums of this type wrap
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Of int32; products are taken in int64, which do not overflow, and wrapped."""
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Of uint32."""
     for _ in range(2):
-        x = ((x ^ ((x >> 16) & 0xFFFF)).long() * 0x45D9F3B).to(torch.int32)
-    return x ^ ((x >> 16) & 0xFFFF)
+        x = (x ^ (x >> 16)) * _WORD(0x45D9F3B)
+    return x ^ (x >> 16)
+
+
+def _salted(x: np.ndarray, i: np.ndarray) -> np.ndarray:
+    """uint32 `x`, each plus golden * (its index in `i` + 1), wrapped."""
+    return x + (i + 1).astype(_WORD) * _WORD(_GOLDEN)
 
 
 def sampled_groups(groups: int) -> torch.Tensor:
     """`[min(groups, SAMPLES)]` int64: which groups of `GROUP` words of a tensor are read."""
-    s = torch.arange(min(groups, SAMPLES), device="cpu")
+    s = np.arange(min(groups, SAMPLES))
     if groups <= SAMPLES:
-        return s
+        return torch.from_numpy(s)
     begin = s * groups // SAMPLES
     share = (s + 1) * groups // SAMPLES - begin
-    drawn = (_mix((s * _GOLDEN + groups).to(torch.int32)) & 0x7FFFFFFF).long()
-    return begin + (drawn * share >> 31)
+    drawn = _mix((s * _GOLDEN + groups).astype(_WORD)) & 0x7FFFFFFF
+    return torch.from_numpy(begin + (drawn * share >> 31))
 
 
 @functools.lru_cache(maxsize=256)
-def _samples(groups: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The groups that are read, on the device, and what is added to each, on the CPU."""
-    group = sampled_groups(groups)
-    return group.to(device), ((torch.arange(len(group), device="cpu") + 1) * _GOLDEN).to(torch.int32)
+def _sampled_on(groups: int, device: torch.device) -> torch.Tensor:
+    return sampled_groups(groups).to(device)
 
 
-def _sums(parts: list[torch.Tensor], hashed: torch.Tensor) -> torch.Tensor:
-    """`[P]` int64: of each part of `hashed`, which lie one after another, the sum."""
-    ends = torch.tensor([len(part) for part in parts], device="cpu").cumsum(0)
-    return torch.nn.functional.pad(hashed.cumsum(0), (1, 0))[ends].diff(prepend=ends.new_zeros(1))
+def _sums(parts: list[torch.Tensor], hashed: np.ndarray) -> np.ndarray:
+    """`[P]` uint32: of each part of `hashed`, which lie one after another, the sum, wrapped."""
+    ends = np.cumsum([len(part) for part in parts])
+    return np.diff(np.append(_WORD(0), np.cumsum(hashed, dtype=_WORD))[ends], prepend=_WORD(0))
 
 
-def _hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[P]` int64 on the CPU, of all tensors at once: most are small, and a call of torch costs more than its work.
+def _on_host(parts: list[torch.Tensor]) -> np.ndarray:
+    return torch.cat(parts).cpu().numpy()
+
+
+def _hashes(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """`[P]` uint32, of all tensors at once: most are small, and a call of torch costs more than its work.
 
     Words are hashed on the CPU, wherever they are: on a GPU each of these operations is loaded when it is first used.
+    They are hashed by NumPy, in one thread: OpenMP's threads, which PyTorch uses, took 0.1 s to start in a container.
     """
     words = [t.as_strided((t.numel(),), (1,)).view(torch.int16) for t in tensors]
     counts = [len(w) // GROUP for w in words]
-    samples = [_samples(n, w.device) for n, w in zip(counts, words, strict=True)]
-    read = [w[: GROUP * n].view(-1, GROUP)[group] for w, n, (group, _) in zip(words, counts, samples, strict=True)]
-    low, high = torch.cat(read).cpu().view(torch.int32).unbind(1)
-    found = _sums(read, _mix(_mix(low + torch.cat([salt for _, salt in samples])) ^ high))
+    read = [w[: GROUP * n].view(-1, GROUP)[_sampled_on(n, w.device)] for w, n in zip(words, counts, strict=True)]
+    low, high = _on_host(read).view(_WORD).T
+    indices = np.concatenate([np.arange(len(part)) for part in read])
+    found = _sums(read, _mix(_mix(_salted(low, indices)) ^ high))
     odd = [i for i, (w, n) in enumerate(zip(words, counts, strict=True)) if len(w) > GROUP * n]
     if odd:
         last = [words[i][GROUP * counts[i] :] for i in odd]
-        left = torch.cat([torch.arange(len(w), device="cpu") for w in last]) - GROUP
-        found[odd] += _sums(last, _mix(torch.cat(last).cpu().to(torch.int32) + (left * _GOLDEN).to(torch.int32)))
+        indices = np.concatenate([np.arange(len(w)) for w in last]) - (GROUP + 1)
+        found[odd] += _sums(last, _mix(_salted(_on_host(last).astype(_WORD), indices)))
     return found
 
 
@@ -72,4 +82,4 @@ def fingerprint(
         rows[: grid.shape[0]].copy_(grid)
     if not out.numel():
         return out
-    return out.copy_(_hashes(sources.tensors).to(torch.int32))
+    return out.copy_(torch.from_numpy(_hashes(sources.tensors).view(np.int32)))

@@ -49,7 +49,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "corpus": ("api", "checkpoint", "checks", "children", "config", "cores", "errors", "fused_encoder", "pixels"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
-PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}
+PACKAGES = {"kernels": ("torch", "triton", "einops", "numpy"), "graphs": ("torch",)}
 TRANSFORMERS = ("checkpoint", "corpus", "pixels", *OUTER)  # may import it, in functions
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 800, 40, 120  # lines

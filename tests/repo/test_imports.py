@@ -81,7 +81,7 @@ def test_sources_name_no_machine():
         (rules.wrong_directions, {"fusedvit/serving/a.py": "from fusedvit.bench.towers import build\n"}),
         (rules.wrong_directions, {"fusedvit/cli/a.py": "from fusedvit.serving import sharded\n"}),
         (rules.wrong_directions, {"fusedvit/new_area/a.py": "import torch\n"}),
-        (rules.wrong_packages, {"kernels/a.py": "import numpy\n"}),
+        (rules.wrong_packages, {"kernels/a.py": "import pandas\n"}),
         (rules.wrong_packages, {"graphs/a.py": "import triton.language as tl\n"}),
         (rules.wrong_packages, {"fusedvit/model/a.py": "def f():\n    from transformers import AutoModel\n"}),
         (rules.wrong_packages, {"fusedvit/cli/a.py": "from transformers import AutoModel\n"}),

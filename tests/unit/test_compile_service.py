@@ -343,6 +343,42 @@ def test_an_application_with_python_inside(monkeypatch: pytest.MonkeyPatch) -> N
     assert "sys.executable" in service.broken and service._process is None
 
 
+def test_what_keys_begin_with_is_computed_once_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks kernels up waits for it; what fails is raised where a key is needed, not here."""
+    begun, go_on = [], threading.Event()
+
+    def slow() -> None:
+        begun.append(threading.current_thread().name)
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(compile_service, "hash_compiler", slow)
+    service = CompileService()
+    service.wait_for_hash()
+    service.hash_early()
+    service.hash_early()
+    waits = threading.Thread(target=service.wait_for_hash)
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive() and not go_on.is_set()
+    go_on.set()
+    waits.join(10)
+    assert not waits.is_alive() and begun == ["fusedvit-key"]
+
+
+@pytest.mark.parametrize("failing", ["triton_key", "get_ptxas_version"])
+def test_keys_that_cannot_be_computed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no such file")
+
+    tried = mock.Mock()
+    monkeypatch.setattr(compile_service, "triton_key", tried)
+    monkeypatch.setattr(compile_service, "get_ptxas_version", tried)
+    monkeypatch.setattr(compile_service, failing, fails)
+    monkeypatch.setattr(compile_service, "driver", mock.MagicMock())
+    compile_service.hash_compiler()
+    assert tried.call_count == 1
+
+
 @pytest.mark.parametrize("name", ["fusedvit-compile", "fusedvit-send"])
 def test_no_room_for_a_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that nobody could talk to is gone, and what was opened for it."""

@@ -93,6 +93,17 @@ def test_a_run_is_ready_once_its_kernels_are_compiled(compiler: FakeCompiler) ->
     assert all(not request.urgent and request.arch == 90 for request in compiler.sent)
 
 
+def test_look_ups_wait_for_what_keys_begin_with(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the refused call does not."""
+    go_on = threading.Event()
+    monkeypatch.setattr(compiler, "wait_for_hash", lambda: go_on.wait(10))
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(256))
+    assert not compiler.names()
+    go_on.set()
+    until(lambda: len(compiler.names()) >= 3)
+
+
 def test_a_run_whose_kernels_are_in_the_cache_is_refused_to_nobody(compiler: FakeCompiler) -> None:
     loader, _weights = loader_on(compiler)
     compiler.cached.update(kernels_of(graph(256)))

@@ -210,15 +210,18 @@ def test_a_kernel_that_no_backend_compiles_leaves_the_original_code(compiler: Fa
 def test_on_a_gpu_the_code_is_read_when_a_tower_is_fused(
     device: str, options: Any, expected: int, cached: bool
 ) -> None:
-    """The first call need not, nor collect what the imports left, nor hash Triton's files to look into its cache."""
+    """The first call need not, nor collect what the imports left, nor hash Triton's files to look into its cache, for
+    which a call waits only if there is something in it."""
     tower = tiny_tower()
     handle, parameter = fuse(tower, FuseConfig(**options)), SimpleNamespace(device=torch.device(device))
     with (
         mock.patch.object(handle.weights, "first_parameter", lambda: parameter),
         mock.patch("fusedvit.fused_encoder.collect_garbage") as collect,
-        mock.patch("fusedvit.fused_encoder.triton_key") as key,
+        mock.patch("fusedvit.fused_encoder.hash_compiler") as hashed,
+        mock.patch("fusedvit.runtime.compile_service.CompileService.hash_early") as begun,
         mock.patch("fusedvit.runtime.compile_service.CompileService.is_idle_with_cache", lambda self: cached),
         mock.patch("fusedvit.checks.checked_tower.CheckedTower.reason") as reason,
     ):
         handle.check_early()
-    assert (reason.call_count, collect.call_count) == (expected, expected) and key.call_count == expected * cached
+    assert (reason.call_count, collect.call_count) == (expected, expected)
+    assert (hashed.call_count, begun.call_count) == (expected * cached, expected * (not cached))
