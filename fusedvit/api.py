@@ -317,7 +317,7 @@ def _set_class(tower: nn.Module, cls: type) -> None:
 def _fused_class(original: Any) -> Any:
     """The fused subclass of a tower class. It has its parent's names, which accelerate and transformers read."""
 
-    def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, hidden_states: Any, grid_thw: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             chosen = uncompiled if may_break(original.__name__, _is_strict(self)) else in_original
             return chosen(self, hidden_states, grid_thw, **kwargs)
@@ -344,7 +344,8 @@ def _fused_class(original: Any) -> Any:
         if handle is not None and not handle.serves(self):  # a shallow copy
             self.__dict__[HANDLE] = handle.of_copy(self)
 
-    taking = forward if call is None else call(forward)
+    # By position alone: a keyword of a parent may be called `grid_thw`, which such a tower's code does not read.
+    taking = forward if call is None else call(_of_own_code(forward, co_posonlyargcount=3))
     fused = _subclass(original, taking, __reduce_ex__=reduce, __setstate__=set_state)
     return fused
 
@@ -369,20 +370,20 @@ def _in_place_of(original: Any, forward: Any) -> Any:
     return forward
 
 
-def call_original(tower: nn.Module, pixels: Any, grid: Any, **kwargs: Any) -> Any:
+def call_original(tower: nn.Module, pixels: Any, grid: Any, /, **kwargs: Any) -> Any:
     """Runs the original `forward` of a fused tower that takes a grid, past the handle's counters."""
     return _call_original(own_class(type(tower)), False, tower, pixels, grid, **kwargs)
 
 
-def _call_original(original: Any, padded: bool, tower: nn.Module, pixels: Any, grid: Any, **kwargs: Any) -> Any:
+def _call_original(original: Any, padded: bool, tower: nn.Module, pixels: Any, grid: Any, /, **kwargs: Any) -> Any:
     return original.forward(tower, *for_original(tower, pixels, grid, padded), **kwargs)
 
 
-def _of_own_code(function: Any) -> Any:
-    """A copy of `function` with its own code object. Under some stances of `torch.compile`, such as
-    `eager_on_recompile`, a disabled function runs what was compiled from its code object; that compiled code would call
-    the disabled function again."""
-    code = function.__code__.replace()
+def _of_own_code(function: Any, **changes: int) -> Any:
+    """A copy of `function` with its own code object, which differs by `changes`. Under some stances of `torch.compile`,
+    such as `eager_on_recompile`, a disabled function runs what was compiled from its code object; that compiled code
+    would call the disabled function again."""
+    code = function.__code__.replace(**changes)
     return types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )

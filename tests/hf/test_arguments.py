@@ -1,6 +1,7 @@
 """A call's arguments: parents' keywords that nothing reads, keywords that something does, shapes of pixels."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,33 @@ def check_keywords(name: str, implementation: str) -> None:
             assert type(expected) is type(found), f"{argument}={value}: Hugging Face {expected!r}, fused {found!r}"
             if isinstance(expected, dict):
                 assert_same(found, expected)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "original code"])
+@each_of(INSTALLED)
+def test_keywords_that_have_our_names(name: str, fused: bool) -> None:
+    """A keyword of a parent may have the name of an argument of ours; Hugging Face's code ignores it there too."""
+    tower = family_tower(name).requires_grad_(not fused)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    handle = fusedvit.fuse(tower)
+    pixels, named = inputs_of(tower, call.pixels, call.grid)
+    ours = ["original", "padded", "tower", "pixels", "grid", "grid_thw"]
+    given = {key: 1 for key in ours if key not in inspect.signature(type(original).forward).parameters}
+    answers = (outputs_of(t(pixels, **named, **given)) for t in (original, tower))
+    expected, found = ({key: tensor.detach() for key, tensor in answer.items()} for answer in answers)
+    assert_same(found, expected)
+    assert handle.stats()["original"] == ({} if fused else {"gradients": 1})
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@each_of(INSTALLED)
+def test_a_call_without_a_grid(name: str, trained: bool) -> None:
+    tower = family_tower(name).requires_grad_(trained)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    fusedvit.fuse(tower)
+    for given in ((), (call.pixels,), (call.pixels, call.grid, 3)):
+        expected, found = (outcome(t, *given) for t in (original, tower))
+        assert isinstance(expected, TypeError) and repr(found) == repr(expected)
 
 
 def test_an_attention_function_of_one_s_own_reads_its_own_keywords() -> None:
