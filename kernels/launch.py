@@ -242,10 +242,21 @@ def is_cached(digest: str, name: str) -> bool:
     try:
         files = get_cache_manager(digest).get_group(f"{name}.json") or {}
         return files.keys() >= {f"{name}.json", f"{name}.cubin"}
-    except (OSError, RuntimeError) as error:  # the cache's folder cannot be created, or is not configured
+    except (OSError, RuntimeError, UnicodeError) as error:  # the cache's folder cannot be created, or is not configured
         if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it
             raise
         return False
+
+
+def cache_folder() -> str:
+    """The folder of Triton's cache; "" if there is none, or if its name is not UTF-8, as which Triton reads it in every
+    locale, or cannot be written in the locale of now."""
+    try:
+        folder = knobs.cache.dir or ""
+        os.fsencode(folder)
+    except UnicodeError:
+        return ""
+    return folder
 
 
 def forget_damaged(digest: str, name: str) -> None:
@@ -315,12 +326,12 @@ def private_cache(folder: str) -> type[FileCacheManager]:
 
     Set it as `triton.knobs.cache.manager_class`. It leaves other folders that become Triton's cache as they are.
     """
-    read_only = knobs.cache.dir
+    read_only = cache_folder()
 
     class PrivateCache(FileCacheManager):
         def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
-            cache = knobs.cache.dir
-            if override or dump or cache != read_only or _is_whole(os.path.join(cache or "", key)):
+            cache = cache_folder()
+            if override or dump or cache != read_only or _is_whole(os.path.join(cache, key)):
                 super().__init__(key, override, dump)
                 return
             self.key, self.cache_dir = key, os.path.join(folder, key)

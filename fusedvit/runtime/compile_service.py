@@ -35,7 +35,7 @@ from triton.runtime.cache import triton_key
 
 from fusedvit.children import absolute, interpreter, search_path
 from fusedvit.errors import InputError, attempted, is_of_handler, unnamed
-from fusedvit.kernels.launch import KernelJob, private_cache
+from fusedvit.kernels.launch import KernelJob, cache_folder, private_cache
 
 logger = logging.getLogger("fusedvit")
 
@@ -338,7 +338,7 @@ class CompileService:
     def _take_private(self, folder: str) -> None:
         """Makes Triton in this process use the program's folder of kernels, as its own cache takes no files."""
         triton.knobs.cache.manager_class = private_cache(folder)
-        cache = triton.knobs.cache.dir
+        cache = cache_folder() or os.environ.get("TRITON_CACHE_DIR", "")
         if cache not in self._full:
             logger.warning(
                 "fusedvit: the Triton cache %s takes no files; kernels are kept in %s until this process ends",
@@ -389,7 +389,8 @@ def _ends() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _cache_folder() -> str:
-    return absolute(triton.knobs.cache.dir) if triton.knobs.cache.dir else ""
+    found = cache_folder()
+    return absolute(found) if found else ""
 
 
 def _cache_is_empty() -> bool:

@@ -33,7 +33,15 @@ from triton.runtime.cache import get_cache_manager
 from fusedvit.cores import CONTROL_GROUP, available_cores
 from fusedvit.errors import attempted
 from fusedvit.kernels.codegen_checks import AbsentGPU
-from fusedvit.kernels.launch import FromCache, KernelJob, forget_damaged, is_cached, loading_from_cache, private_cache
+from fusedvit.kernels.launch import (
+    FromCache,
+    KernelJob,
+    cache_folder,
+    forget_damaged,
+    is_cached,
+    loading_from_cache,
+    private_cache,
+)
 from fusedvit.runtime.compile_service import HEADER, Request
 from fusedvit.runtime.compiled_kernels import build_launcher, end_with_parent
 
@@ -98,7 +106,7 @@ class Worker:
         self.selector.register(0, selectors.EVENT_READ)
         with contextlib.suppress(AssertionError, OSError, subprocess.SubprocessError):
             nvidia.library_dirs()  # which children would look for one by one
-        if not _takes_files(triton.knobs.cache.dir):
+        if not _takes_files(cache_folder()):
             self._go_private()
         while os.getppid() == self.parent:
             self._start_children()

@@ -31,6 +31,7 @@ from triton.backends.nvidia.compiler import get_ptxas_version
 from fusedvit import __version__
 from fusedvit.errors import attempted, from_json, named_line, passes
 from fusedvit.kernels import tile_configs
+from fusedvit.kernels.launch import cache_folder
 from fusedvit.kernels.tile_configs import Target
 
 logger = logging.getLogger("fusedvit")
@@ -147,7 +148,7 @@ def enter_kernels(device: torch.device) -> None:
     """
     named = os.environ.get(VARIABLE)
     if named and device.type == "cuda":
-        folder, cache, on = Path(named).absolute(), triton.knobs.cache.dir, torch.device("cuda", device.index or 0)
+        folder, cache, on = Path(named).absolute(), cache_folder(), torch.device("cuda", device.index or 0)
         failed = attempted(lambda: _is_usable(folder, on) and _enter_somewhere(folder, cache), OSError)
         if isinstance(failed, OSError):
             logger.warning("fusedvit: the compiled kernels in %s are not used: %s", named, failed)

@@ -295,7 +295,7 @@ class KernelLoader:
         """
         try:
             yield
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if is_of_handler(error):
                 raise
             self._no_room = f"{type(error).__name__}: {error}"

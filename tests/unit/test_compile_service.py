@@ -275,6 +275,19 @@ def test_a_cache_that_is_not_named(tmp_path: Path) -> None:
     assert found["said"].count("takes no files") == 1
 
 
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("TRITON_CACHE_DIR", b"caf\xc3\xa9"), ("TRITON_CACHE_DIR", b"caf\xe9"), ("HOME", b"caf\xc3\xa9")],
+)
+def test_a_cache_whose_name_is_not_of_the_locale(variable: str, name: bytes, tmp_path: Path) -> None:
+    """The locale's encoding is ASCII; Triton reads its own variable as UTF-8 in every locale."""
+    env = environment("") | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    del env["TRITON_CACHE_DIR"]
+    found = result(start(env | {variable: os.fsdecode(os.fsencode(tmp_path / "a") + name)}))
+    assert found["done"] == 4 and found["cached"] and found["left"] == 0 and not found["kept"]
+    assert found["said"].count("takes no files") == 1
+
+
 def test_signals_of_children_that_are_ignored(tmp_path: Path) -> None:
     """As servers do that want no zombies; what they start inherits it."""
     env = environment(tmp_path / "cache", site(tmp_path, COUNTING)) | {"STARTS": str(tmp_path / "starts")}

@@ -142,7 +142,7 @@ def test_a_kernel_that_is_damaged_is_left_and_said(tmp_path: Path, caplog: pytes
     assert said.startswith("fusedvit: 3 of the compiled kernels in") and "cut: JSONDecodeError" in said
 
 
-@pytest.mark.parametrize("cache", ["", "file/cache"])
+@pytest.mark.parametrize("cache", ["", "file/cache", "caf\udce9"])
 @pytest.mark.usefixtures("a_kernel")
 def test_where_nothing_takes_files_it_is_said(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -153,7 +153,7 @@ def test_where_nothing_takes_files_it_is_said(
     (tmp_path / "file").write_text("no folder")
     monkeypatch.chdir(tmp_path)
     with triton.knobs.cache.scope(), caplog.at_level(logging.WARNING, "fusedvit"):
-        triton.knobs.cache.dir = str(tmp_path / cache) if cache else ""
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / cache) if cache else "")
         with monkeypatch.context() as here:
             here.setattr(compiled_kernels.tempfile, "mkdtemp", full)
             compiled_kernels.enter_kernels(torch.device("cuda", 34))
