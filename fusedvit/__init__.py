@@ -6,6 +6,7 @@ Importing this package imports neither torch, triton nor transformers: the publi
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING
+from zipimport import zipimporter as _zipimporter
 
 if TYPE_CHECKING:
     from fusedvit import pixels
@@ -55,6 +56,8 @@ def _is_our_checkout(root: _Path) -> bool:
 _root = _Path(__file__).resolve().parent.parent
 if _is_our_checkout(_root):
     __path__.append(str(_root))  # kernels/, graphs/ and bench/ stand next to the package in a checkout
+if __spec__ is not None and isinstance(__spec__.loader, _zipimporter):
+    _import_module("fusedvit.archives").find_folders()
 
 
 def __getattr__(name: str) -> object:

@@ -18,9 +18,10 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -66,11 +67,23 @@ def _ptxas(target: Target) -> str:
 @cache
 def _sources() -> str:
     """A digest of the kernels' source code, on which their cache keys depend."""
-    root = Path(tile_configs.__file__).parent
     found = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        found.update(path.read_bytes())
+    for text in _python_files(Path(tile_configs.__file__).parent):
+        found.update(text)
     return found.hexdigest()
+
+
+def _python_files(folder: Path) -> Iterator[bytes]:
+    """What the Python files within `folder` hold, which may be in an archive: a zipapp, or a wheel on sys.path."""
+    archive = next(filter(Path.is_file, folder.parents), None)
+    if archive is None:
+        yield from (path.read_bytes() for path in sorted(folder.rglob("*.py")))
+        return
+    inside = folder.relative_to(archive)
+    with zipfile.ZipFile(archive) as opened:
+        paths = {PurePath(name) for name in opened.namelist()}
+        for path in sorted(path for path in paths if path.suffix == ".py" and path.is_relative_to(inside)):
+            yield opened.read(path.as_posix())
 
 
 def fill(

@@ -21,6 +21,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "tolerance": (),
     "children": ("errors",),
     "cores": (),
+    "archives": (),
     "config": ("graphs", "errors"),
     "model": ("kernels",),
     "runtime": ("model", "graphs", "kernels", "children", "cores", "errors"),

@@ -136,6 +136,17 @@ def test_wheel_holds_one_top_level_package(wheel):
     assert {f"fusedvit/kernels/tuned/{name}" for name in tables} <= set(names)
 
 
+def test_a_wheel_that_is_not_unpacked(wheel, tmp_path):
+    """As it is sent to workers, or put on sys.path. What kernels were compiled from is known there too."""
+    code = "import fusedvit.bench.pixels, fusedvit.graphs, fusedvit.kernels.hopper\n"
+    code += "from fusedvit.runtime import compiled_kernels\n"
+    code += "answer = [compiled_kernels.tile_configs.__file__, compiled_kernels._sources()]"
+    found, ours = python(code, tmp_path, wheel), python(code, tmp_path, ROOT)
+    assert found == [str(wheel / "fusedvit" / "kernels" / "tile_configs.py"), ours[1]]
+    code = "import importlib.util, fusedvit\nanswer = importlib.util.find_spec('fusedvit.nothing')"
+    assert python(code, tmp_path, wheel) is None
+
+
 def test_wheel_finds_its_own_modules_only(wheel, tmp_path):
     """Unpacked next to a package named `kernels` and somebody's pyproject.toml, it takes neither for ours."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
