@@ -17,10 +17,12 @@ from typing import Any
 from torch import nn
 
 from fusedvit.checks.ownership import ORIGINAL, fused_class, own_class
+from fusedvit.checks.source_code import Definition, UnreadSource, definition_of
 
 _ATTENDED = {"query", "key", "value"}  # parameters of every attention function
 HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`outputs` sees to the first)
 _REGISTRY = "transformers.modeling_utils"  # where attention functions are registered
+_CONFIGS = "transformers.configuration_utils"  # where the properties of every config are defined
 _CAPTURING = "transformers.utils.output_capturing"  # where outputs that can be recorded are registered
 # Output -> the option that asks for it, where that is not `output_<name>`.
 _OPTIONS = dict.fromkeys(("cross_attentions", "mask_decoder_attentions"), "output_attentions")
@@ -42,6 +44,7 @@ class ArgumentRules:
     given: frozenset[str]
 
 
+_own_properties: dict[str, CodeType] = {}  # of configs: their code
 _known: weakref.WeakKeyDictionary[type, dict[Any, ArgumentRules]] = weakref.WeakKeyDictionary()
 
 
@@ -100,12 +103,26 @@ def configured(config: object, name: str) -> Any:
     """An option of a Hugging Face config; False if there is none. Bypasses its `__getattribute__`, which takes 3 us."""
     if config is None:
         return False
-    kept = object.__getattribute__(config, "__dict__")
-    if name in kept:
-        return kept[name]
-    if f"_{name}" in kept:
+    kept, of_class = object.__getattribute__(config, "__dict__"), getattr(type(config), name, None)
+    if type(of_class) is property and f"_{name}" in kept and _gives_what_is_kept(of_class, name):
         return kept[f"_{name}"]
+    if name in kept and not hasattr(type(of_class), "__set__"):
+        return kept[name]
     return getattr(config, name, False) if hasattr(type(config), name) else False
+
+
+def _gives_what_is_kept(option: property, name: str) -> bool:
+    """Whether a property of a config is transformers' own, which gives what the config keeps under `_<name>`."""
+    code = getattr(option.fget, "__code__", None)
+    if code is None or _own_properties.get(name) is code:
+        return code is not None
+    try:
+        own = definition_of(option.fget) == Definition(_CONFIGS, f"PreTrainedConfig.{name}")
+    except UnreadSource:
+        return False
+    if own:
+        _own_properties[name] = code
+    return own
 
 
 def _find_rules(tower: nn.Module, attention: str | None) -> ArgumentRules:

@@ -108,6 +108,11 @@ def is_of_python(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
+def is_pythons(function: FunctionType) -> bool:
+    """Whether a module of Python's standard library defines `function`; its code is not compared with the source's."""
+    return str(function.__globals__.get("__name__")).partition(".")[0] in sys.stdlib_module_names
+
+
 def sets_gradients(wrapper: FunctionType) -> bool:
     """Whether `wrapper`, torch's wrapper that enters a context around a function, enters a gradient mode."""
     try:

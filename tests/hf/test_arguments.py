@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 import fusedvit
 from fusedvit.bench.towers import inputs_of
@@ -22,9 +23,11 @@ from tests.support.towers import (
     copy_of,
     fused_and_original,
     fused_tower,
+    fused_when,
     outcome,
     outputs_of,
     ran_fused,
+    ran_original,
     tiny_tower,
 )
 
@@ -174,6 +177,27 @@ def test_an_output_that_a_class_records_later(by: str, place: str, monkeypatch: 
         cls(copy.deepcopy(tower.config))  # registers what the class had
     assert [*ours] == [*theirs] and "mlps" in ours
     assert handle.stats()["fused"] == 1 and handle.stats()["original"] == {"unknown arguments": 1}
+
+
+@pytest.mark.parametrize("value", [property(lambda self: True), True], ids=["property", "value"])
+@pytest.mark.parametrize("when", ["before fuse", "after a call"])
+def test_another_option_of_every_config(value: Any, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PreTrainedConfig.output_attentions` gives what a config keeps, unless somebody has replaced it."""
+    tower, call = tiny_tower(), Call.of(tiny_tower(), GRIDS["video"])
+    tower.set_attn_implementation("eager")
+    original = copy_of(tower)
+
+    def change() -> None:
+        monkeypatch.setattr(PreTrainedConfig, "output_attentions", value)
+
+    handle = fused_when(tower, when, change, call)
+    ours, theirs = call.run(tower), call.run(original)
+    assert ours.keys() == theirs.keys() and "attentions[0]" in ours
+    assert_same(ours, theirs)
+    ran_original(handle, "output_attentions")
+    monkeypatch.undo()
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 1 + (when == "after a call")
 
 
 def test_keywords_that_replaced_code_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,21 @@ import torch
 
 import fusedvit
 from fusedvit.bench.towers import padded_images, random_weights_
+from fusedvit.checks.fallback import FOREIGN_CODE
 from fusedvit.errors import ODD_POSITIONS
 from fusedvit.graphs.limits import check_limits
 from tests.support.families import INSTALLED, family_tower
-from tests.support.towers import Call, Grid, assert_same, copy_of, outputs_of, patches_of, ran_fused
+from tests.support.towers import (
+    Call,
+    Grid,
+    assert_same,
+    copy_of,
+    error_of,
+    outputs_of,
+    patches_of,
+    ran_fused,
+    ran_original,
+)
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
 NAME = "Gemma4VisionModel"
@@ -188,6 +199,28 @@ def test_bounds_and_standardisation_are_followed() -> None:
         after = run(tower, inputs)
         assert_same(after, run(fusedvit.unfuse(copy_of(tower)), inputs))
     assert handle.stats()["original"] == {} and not after["last_hidden_state"].equal(before)
+
+
+@pytest.mark.parametrize("when", ["before fuse", "after a call"])
+@pytest.mark.parametrize("implementation", [None, "paged|eager"])
+def test_attention_without_a_mask_function(implementation: str | None, when: str) -> None:
+    """transformers makes no mask for it, and then images attend to their padding."""
+    tower, inputs = tower_of(), batch([(1, 6, 9), (1, 3, 6)], 54)
+    original = copy_of(tower)
+    plain, handle = run(original, inputs), fusedvit.fuse(tower) if when == "after a call" else None
+    if handle is not None:
+        assert_same(run(tower, inputs), plain)
+    for each in (tower, original):
+        each.config._attn_implementation_internal = implementation
+    handle = handle or fusedvit.fuse(tower)
+    expected = run(original, inputs)
+    assert error_of(expected["last_hidden_state"], plain["last_hidden_state"]) > 1e-3
+    assert_same(run(tower, inputs), expected)
+    ran_original(handle, FOREIGN_CODE)
+    assert f"no mask function {implementation!r}" in handle.stats()["details"][FOREIGN_CODE]
+    tower.config._attn_implementation_internal = "sdpa"
+    assert_same(run(tower, inputs), plain)
+    assert handle.stats()["fused"] == 1 + (when == "after a call")
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])

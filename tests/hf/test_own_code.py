@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -211,6 +211,9 @@ REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
     ),
     "what our own operations use": lambda: at(torch.Tensor, "__matmul__", _doubled(torch.matmul)),
     "a function of torch that we use alone": lambda: in_place_of(torch, "rsqrt", _doubled),
+    "a function behind torch's": lambda: in_place_of(torch.functional, "_meshgrid", _mirrored),
+    "an object behind torch's": lambda: at(torch.functional, "_meshgrid", mock.Mock(side_effect=_mirrored(_grids()))),
+    "a method of Python's": lambda: at(Mapping, "__contains__", lambda self, key: True),
     "the output record": lambda: at(QWEN, "BaseModelOutputWithDeepstackFeatures", _record()),
 }
 
@@ -238,6 +241,14 @@ def _doubled(old: Any) -> Any:
         return value * 2 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return replacement
+
+
+def _grids() -> Any:
+    return vars(torch.functional)["_meshgrid"]
+
+
+def _mirrored(old: Any) -> Any:
+    return lambda *tensors, **named: [t.flip(0) for t in old(*tensors, **named)]
 
 
 def _absolute() -> types.CodeType:
@@ -734,6 +745,34 @@ def test_what_stands_before_torchs_functions_of_c() -> None:
     handle = fusedvit.fuse(tower)
     with mock.patch.object(torch._VF, "dropout", _doubled(torch.dropout), create=True):
         assert "torch._VF.dropout" in handle.report()
+
+
+def _ends(input: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+    """All windows in one, in the place of `torch.unique_consecutive`."""
+    return input[[0, -1]]
+
+
+@WHEN
+def test_what_torchs_functions_hold(when: str) -> None:
+    """`torch.unique_consecutive` chooses between functions that it holds, each of which does so again."""
+    tower = family_tower(WINDOWED)
+    call, original = Call.of(tower, [(1, 16, 12)]), copy.deepcopy(tower)
+    plain, function = call.run(original), vars(torch.functional)["_consecutive_return_output"]
+    with other_code(function, _ends.__code__), at(function, "__defaults__", None):
+        expected = call.run(original)
+    assert error_of(expected["pooler_output"], plain["pooler_output"]) > 1e-3
+    with contextlib.ExitStack() as stack:
+
+        def change() -> None:
+            stack.enter_context(other_code(function, _ends.__code__))
+            stack.enter_context(at(function, "__defaults__", None))
+
+        handle = fused_when(tower, when, change, call)
+        assert_bitwise(call.run(tower), expected)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+    assert "unique_consecutive" in handle.stats()["details"][fallback.FOREIGN_CODE]
+    assert_same(call.run(tower), plain)
+    assert handle.stats()["fused"] == 1 + (when == "after a call")
 
 
 class _Importing(str):

@@ -180,6 +180,8 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("around what gptqmodel passes on to", "hf/own_code:how_gptq",
          " and [cell.cell_contents for cell in cells_of(method)] == [inner]", ""),
         ("contexts of decorators", "hf/changed_in_place:what_every", "return sets_gradients(wrapper)", "return True"),
+        ("methods of Python's", "hf/own_code:ways",
+         *never("type(value) is FunctionType and not is_pythons(value)")),
         ("bases of classes", "hf/changed_in_place:a_base",
          *never('not home.__module__.startswith(("torch.", *self.engine.packages))')),
         ("bodies of foreign code", "hf/own_code:ways",
@@ -190,6 +192,8 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
          *never("expected is None or definition_of(found) != expected")),
         ("lookups of a registry", "hf/changed_in_place:what_every",
          '_ASKED = ("get_interface", "__getitem__"', '_ASKED = ("get_interface"'),
+        ("masks that are not made", "hf/gemma4:attention_without",
+         *never('name not in vars(type(interface)).get("_global_mapping", ())')),
         ("masks", "hf/changed_in_place:what_is_read", "    _follow_masks(walk, next(iter(modules)))\n", ""),
     ),
     "fusedvit/checks/ownership.py": (
@@ -222,6 +226,9 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
     "fusedvit/checks/own_code/torch_names.py": (
         ("functions of C behind torch's", "hf/own_code:functions_of_c",
          "                self._follow_names_of(module, mentioned & functions_of_c(module))", "                pass"),
+        ("functions behind torch's", "hf/own_code:ways",
+         "        self._follow_helpers(sys.modules[value.__module__], mentioned)\n", ""),
+        ("what torch's functions hold", "hf/own_code:what_torchs_functions", *never("not is_torchs(held)")),
         ("what stands before them", "hf/own_code:what_stands", "sorted(names & vars(torch._VF).keys())", "()"),
         ("methods of parameters", "hf/own_code:a_method_of_parameters", *never("name in vars(torch.nn.Parameter)")),
     ),
@@ -262,6 +269,7 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "fusedvit/checks/arguments.py": (
         ("keywords that are read", "hf/arguments:keywords", "read |= names\n", "pass\n"),
+        ("options of every config", "hf/arguments:another_option", "and _gives_what_is_kept(of_class, name):", ":"),
     ),
     "fusedvit/fused_encoder.py": (
         ("shards between calls", "hf/handles:what_a_sharded", *never("gathers_shards(self.tower)")),

@@ -106,9 +106,11 @@ def _follow_masks(walk: CodeWalk, tower: nn.Module) -> None:
     if _is_registry(walk, interface, _MASKS, _MASKS_CLASS):
         _follow_registry(walk, interface, name)
         found, expected = interface.get(name), _MASK.get(_kind_of(name))
-        if found is not None and expected is not None:
+        if name not in vars(type(interface)).get("_global_mapping", ()):  # where transformers' code looks first
+            walk.found.note_foreign(f"no mask function {name!r} is registered, so that padding would be attended to")
+        elif expected is not None:
             walk.follow(found, expected, f"the mask function {name!r}")
-        elif found is not None:
+        else:
             walk.found.note_foreign(f"the mask function {name!r} is {describe(found)}")
 
 

@@ -1,9 +1,10 @@
 """Follows names that code mentions into torch: functions of torch's modules, and methods of tensors.
 
-Each must be torch's own. If such a function is written in Python, the C functions and tensor methods that it calls are
-followed too.
+Each must be torch's own. If such a function is written in Python, the functions of its module, the C functions and the
+tensor methods that it calls are followed too, and so are the functions that it holds.
 """
 
+import sys
 from types import FunctionType, MethodDescriptorType, ModuleType
 
 import torch
@@ -17,7 +18,14 @@ from fusedvit.checks.ownership import (
     is_operator,
     is_torchs,
 )
-from fusedvit.checks.source_code import names_in, wrapped_by
+from fusedvit.checks.source_code import (
+    Definition,
+    cells_of,
+    defines_function,
+    definition_of,
+    names_in,
+    wrapped_by,
+)
 from fusedvit.families.engine import Engine
 
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
@@ -94,13 +102,18 @@ class TorchNames:
         return inner
 
     def _follow_inside(self, value: object) -> None:
-        """Follows the C functions and tensor methods that torch's Python function `value` calls."""
+        """Follows what torch's Python function `value` calls: functions of C and of its module, and tensor methods."""
         value = inner if type(value) is FunctionType and (inner := wrapped_by(value)) is not None else value
         self.found.keep(value)
         if type(value) is not FunctionType or id(value) in self._inside or value.__module__ not in _AROUND_C:
             return
         self._inside.add(id(value))
+        for held in (cell.cell_contents for cell in cells_of(value)):  # two of what `boolean_dispatch` gives
+            if not is_torchs(held):
+                self.found.note_foreign(f"{value.__module__}.{value.__name__} holds {describe(held)}")
+            self._follow_inside(held)
         mentioned = names_in(value.__code__)
+        self._follow_helpers(sys.modules[value.__module__], mentioned)
         for module in (torch, torch._C._nn):
             if module.__name__.rpartition(".")[2] in mentioned:
                 self._follow_names_of(module, mentioned & functions_of_c(module))
@@ -111,6 +124,22 @@ class TorchNames:
                 self.found.note_foreign(f"torch._VF.{name} is {describe(vars(torch._VF)[name])}", torch._VF, name)
         if value.__module__ != torch.Tensor.__module__:
             self.follow_methods(mentioned)
+
+    def _follow_helpers(self, module: ModuleType, mentioned: set[str]) -> None:
+        """Follows the mentioned functions that the source of a torch module defines, each of which must be that one."""
+        for name in sorted(n for n in mentioned & vars(module).keys() if defines_function(module.__name__, n)):
+            value = vars(module)[name]
+            self.found.note_slot(module, name)
+            if type(value) is not FunctionType or not is_torchs(value) or not _is_defined_as(value, module, name):
+                self.found.note_foreign(f"{module.__name__}.{name} is {describe(value)}")
+            self._follow_inside(value)
+
+
+def _is_defined_as(function: FunctionType, module: ModuleType, name: str) -> bool:
+    """Whether the source of `module` defines `function`, without its decorators, under `name`."""
+    while (inner := wrapped_by(function)) is not None:
+        function = inner
+    return definition_of(function) == Definition(module.__name__, name)
 
 
 def _is_method_of_tensors(value: object, name: str) -> bool:

@@ -18,6 +18,7 @@ from fusedvit.checks.ownership import (
     is_foreign_object,
     is_of_python,
     is_operator,
+    is_pythons,
     name_of,
     sets_gradients,
 )
@@ -97,11 +98,17 @@ class CodeWalk:
         if home is None or (home is object and name not in LOOKUP) or (id(cls), name) in self.found.slots:
             return None
         self.found.note_slot(cls, name)
-        if is_of_python(home):
+        if is_of_python(home):  # its functions are not followed, but must be Python's
+            self._keep_of_python(cls, name, vars(home)[name])
             return None
         if not home.__module__.startswith(("torch.", *self.engine.packages)):
             self.found.note_foreign(f"{name_of(cls)} derives from {describe(home)}")
         return home
+
+    def _keep_of_python(self, cls: type, name: str, value: object) -> None:
+        if type(value) is FunctionType and not is_pythons(value):
+            self.found.note_foreign(f"{name_of(cls)}.{name} is {describe(value)}")
+        self.found.keep(value)
 
     def follow_method(self, cls: type, name: str) -> None:
         home = self._home_of(cls, name)
