@@ -283,7 +283,8 @@ def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) 
             own = described_call(vars(module)["forward"])
             return f"{path} has a forward of its own, {own}, expected that of {name_of(cls)}"
         if path and type(module) is not cls:
-            return _differs(path, name_of(type(module)), name_of(cls))
+            named = name_of(type(module))
+            return _differs(path, named, "another class of that name" if named == name_of(cls) else name_of(cls))
         if tuple(module._modules) != built.children[path] and isinstance(module, nn.ModuleList | nn.Sequential):
             return _differs(f"what {path} holds", list(module._modules), list(built.children[path]))
         wrong = _wrong_registries(path, module, built)

@@ -3,6 +3,7 @@
 transformers installs two kinds itself: hooks that capture outputs, and hooks that mark embeddings for gradients.
 """
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import repeat
@@ -68,12 +69,17 @@ def _is_idle(hook: Callable[..., Any], on_embedding: bool) -> bool:
     embedding the fused outputs get its effect (`outputs.gradients`)."""
     function = hook.func if type(hook) is partial else hook
     if getattr(function, "__module__", None) == _CAPTURING_HOOKS:  # any function may claim this, so its code is checked
-        return type(function) is FunctionType and function.__code__ is _capturing_code(function)
+        home = sys.modules.get(_CAPTURING_HOOKS)
+        return type(function) is FunctionType and function.__code__ is _capturing_code(function, home)
     return (on_embedding or not torch.is_grad_enabled()) and _is_mark(hook)
 
 
 @lru_cache(maxsize=256)
-def _capturing_code(function: FunctionType) -> CodeType | None:
-    """The code of `function`, if it is one of transformers' capturing hooks; cached, as each call needs it."""
+def _capturing_code(function: FunctionType, home: object) -> CodeType | None:
+    """The code of `function`, if it is one of transformers' capturing hooks; cached, as each call needs it.
+
+    Args:
+        home: what now is the module of these hooks.
+    """
     found = definition_of(function)
     return function.__code__ if found is not None and found.module == _CAPTURING_HOOKS else None

@@ -40,8 +40,10 @@ def fused_class(cls: type) -> type | None:
 def foreign_class(tower: nn.Module, engine: Engine = HUGGING_FACE) -> str:
     """A message with the class of `tower`, if that is not one of the engine's own; else ""."""
     cls = own_class(type(tower))
-    own = cls.__module__.startswith(engine.towers) and defines(cls.__module__, cls.__qualname__)
-    return "" if own else f"the tower's class is {name_of(cls)}"
+    theirs = cls.__module__.startswith(engine.towers)
+    if theirs and defines(cls.__module__, cls.__qualname__):
+        return ""
+    return f"the tower's class is {name_of(cls)}{', which that module does not define' if theirs else ''}"
 
 
 def is_own(cls: type, engine: Engine = HUGGING_FACE) -> bool:

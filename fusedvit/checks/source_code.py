@@ -1,7 +1,8 @@
 """The functions and classes that a module's source file defines, by their code objects.
 
 A function that has been replaced has other code, or code of another module, whatever its name is. Code objects come
-from the bytecode that Python caches for a source file, and are read once per module.
+from the bytecode that Python caches for a source file, and are read once per module object: another one may stand under
+its name for a while.
 """
 
 import ast
@@ -43,7 +44,7 @@ def definition_of(value: object) -> Definition | None:
     if module is None or vars(module) is not value.__globals__:
         return None
     code = value.__code__
-    found = _functions(module.__name__).get(code.co_firstlineno, ())
+    found = _functions(module).get(code.co_firstlineno, ())
     # From 2.15 on, torch renames the code of its contexts' wrappers, for tracebacks.
     path = next((path for path, defined in found if defined == code.replace(co_name=defined.co_name)), None)
     return None if path is None or not _has_its_defaults(value) else Definition(module.__name__, path)
@@ -51,7 +52,7 @@ def definition_of(value: object) -> Definition | None:
 
 def _has_its_defaults(function: FunctionType) -> bool:
     """Whether a function's parameters have the defaults of its source; only literals are compared."""
-    header = _header(function.__globals__["__name__"], function.__code__.co_firstlineno)
+    header = _header(sys.modules[function.__globals__["__name__"]], function.__code__.co_firstlineno)
     if header is None:
         return True
     named = zip(header.args.kwonlyargs, header.args.kw_defaults, strict=True)
@@ -75,7 +76,7 @@ def _is_value_of(node: ast.expr, value: object) -> bool:
 
 def decorators_of(code: CodeType, module: str) -> frozenset[str] | None:
     """Names in the source's decorators of the function of `code`; None if the source is not known."""
-    header = _header(module, code.co_firstlineno)
+    header = _header(sys.modules[module], code.co_firstlineno)
     if header is None:
         return None
     nodes = [node for decorator in header.decorator_list for node in ast.walk(decorator)]
@@ -87,7 +88,7 @@ def decorators_of(code: CodeType, module: str) -> frozenset[str] | None:
 
 
 @lru_cache(maxsize=4096)
-def _header(module: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def _header(module: ModuleType, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """A function's decorators and parameters, without its body; None if there is no source text, or for a lambda."""
     lines = _text_of(module)[line - 1 :]
     for end in range(1, min(len(lines), _LONGEST_HEADER) + 1):
@@ -104,20 +105,20 @@ def _header(module: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | 
 
 
 @lru_cache(maxsize=256)
-def _text_of(module: str) -> list[str]:
-    loader: Any = getattr(sys.modules[module], "__loader__", None)
-    text = _read(lambda: loader.get_source(module))
+def _text_of(module: ModuleType) -> list[str]:
+    loader: Any = getattr(module, "__loader__", None)
+    text = _read(lambda: loader.get_source(module.__name__))
     return text.splitlines(keepends=True) if isinstance(text, str) else []
 
 
 def defines(module: str, path: str) -> bool:
     """Whether the source of `module` defines a function or class at `path`."""
-    return path in _paths(module)
+    return path in _paths(sys.modules[module])
 
 
 def defines_function(module: str, path: str) -> bool:
     """Whether the source of `module` defines a function at `path`, and no class."""
-    codes = [code for found in _functions(module).values() for at, code in found if at == path]
+    codes = [code for found in _functions(sys.modules[module]).values() for at, code in found if at == path]
     return bool(codes) and all(code.co_flags & _NEWLOCALS for code in codes)
 
 
@@ -160,17 +161,17 @@ def code_objects_in(code: CodeType) -> Iterator[CodeType]:
 
 
 @lru_cache(maxsize=256)
-def _functions(module: str) -> Mapping[int, list[tuple[str, CodeType]]]:
+def _functions(module: ModuleType) -> Mapping[int, list[tuple[str, CodeType]]]:
     """Functions and class bodies that the source of `module` defines, by first line."""
     found: dict[int, list[tuple[str, CodeType]]] = defaultdict(list)
-    root = code_of(sys.modules[module])
+    root = code_of(module)
     for path, code in _defined(root, "") if root is not None else ():
         found[code.co_firstlineno].append((path, code))
     return dict(found)
 
 
 @lru_cache(maxsize=256)
-def _paths(module: str) -> frozenset[str]:
+def _paths(module: ModuleType) -> frozenset[str]:
     return frozenset(path for found in _functions(module).values() for path, _ in found)
 
 

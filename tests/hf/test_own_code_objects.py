@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import fusedvit
-from fusedvit.checks import checked_tower, fallback
+from fusedvit.checks import checked_tower, fallback, source_code
+from fusedvit.checks.forward_hooks import _capturing_code as _capturing
 from fusedvit.checks.ownership import describe, held_function, is_operator, own_class
 from tests.support.towers import (
     GRIDS,
@@ -310,6 +311,41 @@ def test_a_fused_tower_answers_once_its_module_has_left_sys_modules() -> None:
         del sys.modules[module]
         assert_same(call.run(tower), ref)
     assert handle.stats()["raised"] == 0
+
+
+@pytest.mark.parametrize("when", ["before fuse", "after a call"])
+@pytest.mark.parametrize("of", ["the tower", "hooks"])
+def test_another_module_that_stands_in_for_a_while(of: str, when: str) -> None:
+    """What is found out about a stand-in in `sys.modules` is not kept for the module whose name it had."""
+    tower = tiny_tower()
+    name = own_class(type(tower)).__module__ if of == "the tower" else "transformers.utils.output_capturing"
+    call, module = Call.of(tower, GRIDS["mix"]), sys.modules[name]
+    call.run(tower, output_hidden_states=True)  # installs hooks
+    ref = call.run(tower)
+    for cached in (
+        *(source_code._functions, source_code._paths, source_code._header, source_code._text_of),
+        _capturing,
+    ):
+        cached.cache_clear()
+    with mock.patch.dict(sys.modules, {name: types.ModuleType(name)}):
+        handle = fused_when(tower, when, lambda: None, call)
+        assert_same(call.run(tower), ref)
+        assert of == "hooks" or f"{own_class(type(tower)).__qualname__}, which that module does not" in handle.report()
+    assert sys.modules[name] is module and handle.reason() is None, handle.report()
+    fused = handle.stats()["fused"]
+    assert_same(call.run(tower), ref)
+    assert handle.stats()["fused"] == fused + 1, handle.report()
+
+
+def test_another_class_of_the_same_name_is_told_so() -> None:
+    tower, handle, call = fused_tower()
+    kind = type(tower.blocks[0])
+    tower.blocks[0].__class__ = type(kind.__name__, (kind,), _names_of(kind))
+    assert "blocks.0 is" in str(handle.reason()) and "expected another class of that name" in str(handle.reason())
+
+
+def _names_of(cls: type) -> dict[str, str]:
+    return {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
 
 
 def test_a_cache_holds_what_it_calls() -> None:

@@ -238,7 +238,9 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("what idle adapters hold", "hf/adapters:adapters_of_other", "adapters.modules_run(layer)", "layer.modules()"),
     ),
     "fusedvit/checks/forward_hooks.py": (
-        ("hooks that lie", "hf/fallback:hooks_that", "function.__code__ is _capturing_code(function)", "True"),
+        ("a module in the place of the hooks' one", "hf/own_code_objects:another_module",
+         "home = sys.modules.get(_CAPTURING_HOOKS)", "home = None"),
+        ("hooks that lie", "hf/fallback:hooks_that", "function.__code__ is _capturing_code(function, home)", "True"),
         ("marks elsewhere", "hf/gradient_checkpointing:other", "repeat(hooks is embedding)", "repeat(True)"),
     ),
     "fusedvit/checks/source_code.py": (
