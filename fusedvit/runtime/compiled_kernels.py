@@ -7,6 +7,7 @@ folder, each kernel is linked into Triton's own cache, so that the folder may be
 import atexit
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import logging
@@ -66,24 +67,29 @@ def _ptxas(target: Target) -> str:
 
 @cache
 def _sources() -> str:
-    """A digest of the kernels' source code, on which their cache keys depend."""
-    found = hashlib.sha256()
-    for text in _python_files(Path(tile_configs.__file__).parent):
-        found.update(text)
-    return found.hexdigest()
+    """A digest of the kernels' source code, on which their cache keys depend. Raises OSError if it cannot be read."""
+    folder = Path(tile_configs.__file__).parent
+    found = list(_python_files(folder))
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "no Python files", str(folder))
+    return hashlib.sha256(b"".join(found)).hexdigest()
 
 
 def _python_files(folder: Path) -> Iterator[bytes]:
-    """What the Python files within `folder` hold, which may be in an archive: a zipapp, or a wheel on sys.path."""
+    """What the Python files within `folder` hold, which may be in an archive: a zipapp, or a wheel on sys.path. Raises
+    OSError if that is no archive any more."""
     archive = next(filter(Path.is_file, folder.parents), None)
     if archive is None:
         yield from (path.read_bytes() for path in sorted(folder.rglob("*.py")))
         return
     inside = folder.relative_to(archive)
-    with zipfile.ZipFile(archive) as opened:
-        paths = {PurePath(name) for name in opened.namelist()}
-        for path in sorted(path for path in paths if path.suffix == ".py" and path.is_relative_to(inside)):
-            yield opened.read(path.as_posix())
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            paths = {PurePath(name) for name in opened.namelist()}
+            for path in sorted(path for path in paths if path.suffix == ".py" and path.is_relative_to(inside)):
+                yield opened.read(path.as_posix())
+    except zipfile.BadZipFile as error:  # replaced since this process began
+        raise OSError(f"{archive}: {error}") from error
 
 
 def fill(
@@ -212,13 +218,21 @@ def _enter_somewhere(folder: Path, cache: str) -> None:
 
 
 def mismatch(found: dict[str, Any], target: Target) -> tuple[str, bool]:
-    """(What in the manifest `found` does not match `target`, or ""; whether any of its kernels are still usable)."""
+    """(What in the manifest `found` does not match `target`, or ""; whether any of its kernels are still usable).
+
+    Raises:
+        OSError: the system cannot read the kernels' sources now, and may later.
+    """
     gpu = found["gpu"]
     if found["triton"] != triton.__version__:
         return f"compiled with Triton {found['triton']}, this is {triton.__version__}", False
     if gpu["capability"] != target.capability:
         return f"compiled for {gpu['name']} (sm_{gpu['capability']}), this is sm_{target.capability}", False
-    if found["sources"] != _sources():
+    sources = attempted(_sources, OSError)
+    if isinstance(sources, OSError):
+        _raise_if_passing(sources)
+        return f"the kernels' sources, with which it is compared, cannot be read: {sources}", False
+    if found["sources"] != sources:
         return f"compiled from the kernels of fusedvit {found['fusedvit']}, these are others ({__version__})", False
     if found["ptxas"] != _ptxas(target):
         said = f"compiled with ptxas {found['ptxas']!r}, this process has {_ptxas(target)!r}"

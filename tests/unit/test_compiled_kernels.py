@@ -18,6 +18,7 @@ import triton
 from typer.testing import CliRunner
 
 from fusedvit.cli.app import app
+from fusedvit.kernels import tile_configs
 from fusedvit.kernels.codegen_checks import GPUS, target_named
 from fusedvit.runtime import compiled_kernels
 from tests.kernels.test_aot import run
@@ -90,6 +91,25 @@ def test_a_machine_that_fails_is_no_kernels_fault(where: str | None, tmp_path: P
 def test_what_does_not_fit_is_said(manifest: dict[str, Any], target: Any, said: str, usable: bool) -> None:
     message, of_use = compiled_kernels.mismatch(manifest, target)
     assert message.startswith(said) and bool(message) == bool(said) and of_use == usable
+
+
+@pytest.mark.parametrize("archive", [None, b"half of it"])
+@pytest.mark.usefixtures("a_kernel")
+def test_an_archive_that_is_replaced_while_it_runs(
+    archive: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A zipapp, or one that is gone: the call goes on, and nothing is said of the folder that is not known."""
+    if archive is not None:
+        (tmp_path / "app.pyz").write_bytes(archive)
+    monkeypatch.setattr(
+        tile_configs, "__file__", str(tmp_path / "app.pyz" / "fusedvit" / "kernels" / "tile_configs.py")
+    )
+    compiled_kernels._sources.cache_clear()
+    with caplog.at_level(logging.WARNING, "fusedvit"):
+        for _ in range(2):
+            compiled_kernels.enter_kernels(torch.device("cuda", 38))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "the kernels' sources, with which it is compared, cannot be read: " in said and "app.pyz" in said
 
 
 def test_a_folder_is_moved_and_its_kernels_found(tmp_path: Path) -> None:
