@@ -242,7 +242,7 @@ def is_cached(digest: str, name: str) -> bool:
     try:
         files = get_cache_manager(digest).get_group(f"{name}.json") or {}
         return files.keys() >= {f"{name}.json", f"{name}.cubin"}
-    except (OSError, RuntimeError, UnicodeError) as error:  # the cache's folder cannot be created, or is not configured
+    except (OSError, RuntimeError, UnicodeError) as error:  # the cache's folder cannot be made or named
         if isinstance(error, TimeoutError) and error.errno is None:  # a signal's handler raised it
             raise
         return False

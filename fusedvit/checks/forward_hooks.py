@@ -79,7 +79,8 @@ def _capturing_code(function: FunctionType, home: object) -> CodeType | None:
     """The code of `function`, if it is one of transformers' capturing hooks; cached, as each call needs it.
 
     Args:
-        home: what now is the module of these hooks.
+        home: what is in `sys.modules` for these hooks now; only a part of the cache's key, so that what is found while
+            another module stands there is not kept.
     """
     found = definition_of(function)
     return function.__code__ if found is not None and found.module == _CAPTURING_HOOKS else None

@@ -113,8 +113,8 @@ class CompileService:
             self._hashing.join()
 
     def start_early(self) -> None:
-        """Starts the program if Triton's cache is empty: its imports take about as long as finding out what is
-        missing. Call it within `used`, or just before.
+        """Starts the program, and `hash_early`, if Triton's cache is empty: the program's imports take about as long as
+        finding out what is missing. Call it within `used`, or just before.
 
         After a start that failed for lack of resources, a call `RETRY` seconds later tries again."""
         with self.changed:

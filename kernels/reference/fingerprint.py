@@ -20,8 +20,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _salted(x: np.ndarray, i: np.ndarray) -> np.ndarray:
-    """uint32 `x`, each plus golden * (its index in `i` + 1), wrapped."""
-    return x + (i + 1).astype(_WORD) * _WORD(_GOLDEN)
+    """uint32: `x` + golden * `i`, wrapped."""
+    return x + i.astype(_WORD) * _WORD(_GOLDEN)
 
 
 def sampled_groups(groups: int) -> torch.Tensor:
@@ -60,13 +60,13 @@ def _hashes(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     counts = [len(w) // GROUP for w in words]
     read = [w[: GROUP * n].view(-1, GROUP)[_sampled_on(n, w.device)] for w, n in zip(words, counts, strict=True)]
     low, high = _on_host(read).view(_WORD).T
-    indices = np.concatenate([np.arange(len(part)) for part in read])
-    found = _sums(read, _mix(_mix(_salted(low, indices)) ^ high))
+    samples = np.concatenate([np.arange(len(part)) for part in read])
+    found = _sums(read, _mix(_mix(_salted(low, samples + 1)) ^ high))
     odd = [i for i, (w, n) in enumerate(zip(words, counts, strict=True)) if len(w) > GROUP * n]
     if odd:
         last = [words[i][GROUP * counts[i] :] for i in odd]
-        indices = np.concatenate([np.arange(len(w)) for w in last]) - (GROUP + 1)
-        found[odd] += _sums(last, _mix(_salted(_on_host(last).astype(_WORD), indices)))
+        left = np.concatenate([np.arange(len(w)) for w in last])
+        found[odd] += _sums(last, _mix(_salted(_on_host(last).astype(_WORD), left - GROUP)))
     return found
 
 

@@ -491,6 +491,9 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
     "fusedvit/pixels/formats.py": (
         ("pictures of another's plugin", "unit/pixels/media:whatever", '{"MPO": "JPEG"}', "{}"),
     ),
+    "fusedvit/runtime/kernel_loader.py": (
+        ("keys that are begun", "unit/kernel_loader:look_ups_wait", "        service.wait_for_hash()\n", ""),
+    ),
     "fusedvit/runtime/compile_service.py": (
         ("settings of Triton", "unit/compile_service:settings_that_change", *never("known not in ({}, settings)")),
     ),

@@ -95,11 +95,16 @@ def test_a_run_is_ready_once_its_kernels_are_compiled(compiler: FakeCompiler) ->
 
 def test_look_ups_wait_for_what_keys_begin_with(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the refused call does not."""
-    go_on = threading.Event()
-    monkeypatch.setattr(compiler, "wait_for_hash", lambda: go_on.wait(10))
+    waits, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(compiler, "wait_for_hash", wait)
     loader, _weights = loader_on(compiler)
     refused(loader, graph(256))
-    assert not compiler.names()
+    assert waits.wait(10) and not compiler.names()
     go_on.set()
     until(lambda: len(compiler.names()) >= 3)
 

@@ -108,7 +108,7 @@ class TorchNames:
         if type(value) is not FunctionType or id(value) in self._inside or value.__module__ not in _AROUND_C:
             return
         self._inside.add(id(value))
-        for held in (cell.cell_contents for cell in cells_of(value)):  # two of what `boolean_dispatch` gives
+        for held in (cell.cell_contents for cell in cells_of(value)):  # `boolean_dispatch`: the two to choose from
             if not is_torchs(held):
                 self.found.note_foreign(f"{value.__module__}.{value.__name__} holds {describe(held)}")
             self._follow_inside(held)
